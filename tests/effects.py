@@ -1,6 +1,6 @@
 """What a run left behind, as numbers that can be compared with those of another run.
 
-    weights, checkpoint   every tensor
+    weights, checkpoint   every tensor; counters, but for those that packing decides
     tokens                every column of every exported sequence, but for its place in a micro batch
     rollouts              every field of every saved rollout, but for what a clock tells
     ledger                counts by process, step and environment, but for those that packing decides
@@ -25,6 +25,9 @@ Facts = dict[str, NDArray[np.float64] | str]
 PLACES = ("micro_step", "micro_sequence_idx", "export_sequence_idx")
 PACKING = ("computed", "saved", "padding", "micro_batches")
 """Parts of the names of counts that depend on how sequences were packed."""
+
+PACKED_TOTALS = ("total/tokens", "total/local/tokens")
+"""Running totals that include padding."""
 
 TENSOR_TOLERANCE = 1e-4
 """Of a tensor's norm. AdamW turns the rounding of a tiny gradient into a whole step."""
@@ -141,9 +144,16 @@ def _ledger(run: Path) -> list[tuple[str, int]]:
 
 def _without_packing(value: Any) -> Any:
     if isinstance(value, Mapping):
-        kept = {key: each for key, each in value.items() if not any(part in key for part in PACKING)}
-        return {key: _without_packing(each) for key, each in kept.items()}
-    return [_without_packing(each) for each in value] if isinstance(value, list) else value
+        return {
+            key: _without_packing(each)
+            for key, each in value.items()
+            if key not in PACKED_TOTALS and not any(part in key for part in PACKING)
+        }
+    if not isinstance(value, list):
+        return value
+    kept = [_without_packing(each) for each in value]
+    # An entry that counts padding alone.
+    return [each for each in kept if not (isinstance(each, Mapping) and each.get("counts") == {})]
 
 
 def _files(run: Path, *patterns: str) -> Sequence[Path]:

@@ -9,7 +9,8 @@ have are asked: `rl` for six steps, `ledger` and `replay --weights` of that run,
 
     not reached   no command executes the line, in any scenario: neither caught nor without an effect
     import        the package cannot be imported
-    crash, hang   a command ends with a traceback, or `rl` in any other way than well; or not at all
+    crash, hang   a command ends with a traceback, or `rl` in any other way than well; or not at all: it takes
+                  many times as long as with the package as it is, or its processes hardly compute any more
     alarm         the run ends well, and an alarm rang
     ledger, replay, verify    the first command that names a fault; `rl` reads the ledger in the end, too
     rounding      none does, and the run is the same but for packing and what float32 rounds
@@ -70,6 +71,9 @@ CHECKS = ("ledger", "replay", "verify")
 UNBALANCED = "tokens are unaccounted for"
 """What `rl` says in the end where the ledger does not balance: the run is over, and named."""
 SHORTEST_TIMEOUT_S = 30.0
+IDLE_S, IDLE_SHARE = 30.0, 0.05
+"""Processes that use less than this share of one core, for so long, wait for what never comes. Whoever others
+keep from the cores gets more."""
 SUITE_TIMEOUT_S = 1800.0
 STARTING = threading.Lock()
 """Held while a command is started: the first start makes the one warm Python."""
@@ -395,9 +399,7 @@ class Laboratory:
                 merged=True,
                 imported=self.third_party,
             )
-        code: int | None = None
-        with suppress(TimeoutError):
-            code = command.wait(timeout_s)
+        code = wait_unless_idle(command, self.folder, timeout_s)
         command.kill()
         output = command.communicate()[0]
         for pid in warm.processes_of(self.folder / "run").values():
@@ -413,6 +415,38 @@ class Laboratory:
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": str(self.folder / "tmp"),
         }
+
+
+def wait_unless_idle(
+    command: "warm.Running | subprocess.Popen[str]", folder: Path, timeout_s: float
+) -> int | None:
+    """Waits for the exit code; None if it took too long, or if nothing that runs in `folder` computes."""
+    began = since = time.monotonic()
+    used_s = 0.0
+    while (now := time.monotonic()) < began + timeout_s:
+        with suppress(TimeoutError, subprocess.TimeoutExpired):
+            return command.wait(min(IDLE_S / 6, began + timeout_s - now))
+        used_now_s = cpu_seconds(folder)
+        # A process that ended took its seconds along; where there is no /proc, nobody is idle.
+        if not used_s <= used_now_s < math.inf or used_now_s - used_s > IDLE_SHARE * IDLE_S:
+            since, used_s = time.monotonic(), used_now_s
+        elif time.monotonic() - since > IDLE_S:
+            return None
+    return None
+
+
+def cpu_seconds(folder: Path) -> float:
+    """Adds up what the processes whose current folder this is have used of the cores.
+
+    Infinitely many where no process of that folder is known.
+    """
+    ticks = num_found = 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if Path(os.readlink(entry / "cwd")) == folder:
+                ticks += sum(map(int, (entry / "stat").read_text().rpartition(")")[2].split()[11:13]))
+                num_found += 1
+    return ticks / os.sysconf("SC_CLK_TCK") if num_found else math.inf
 
 
 def verdict_of(command: str, answer: Answer) -> str | None:
@@ -551,7 +585,8 @@ class Examination:
 
 def _digest(changing: bool) -> str:
     """Names the sources and scenarios that a baseline is of; checks change no run."""
-    files = [*Path(__file__).parent.glob("mut*.py"), *PACKAGE.rglob("*.py")]
+    tests = Path(__file__).parent
+    files = [*tests.glob("mut*.py"), tests / "effects.py", *PACKAGE.rglob("*.py")]
     told = [path for path in sorted(files) if not changing or PACKAGE / "checks" not in path.parents]
     return hashlib.sha256(b"".join(path.read_bytes() for path in told)).hexdigest()[:12]
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import runpy
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -15,9 +16,10 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 
+import mutate
 from effects import Facts, difference, facts_of
 from mutants import Mutant, all_mutants, mutants_of, rooms
-from mutate import Answer, read, report, stratified, verdict_of, wilson
+from mutate import Answer, read, report, stratified, verdict_of, wait_unless_idle, wilson
 from mutated import record_lines
 
 PACKAGE = Path(__file__).parents[1] / "src" / "pellucid"
@@ -110,6 +112,26 @@ def test_a_fault_that_a_command_names_is_no_crash(
     assert verdict_of(command, Answer(code, output, 1.0)) == verdict
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a command may take its time")
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("import time; time.sleep(600)", None),
+        ("import time; end = time.monotonic() + 4\nwhile time.monotonic() < end: pass", 0),
+    ],
+)
+def test_a_command_hangs_if_it_computes_nothing(
+    program: str, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one takes longer than the first may be idle."""
+    monkeypatch.setattr(mutate, "IDLE_S", 1.5)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, text=True) as command:
+        try:
+            assert wait_unless_idle(command, tmp_path, 300.0) == code
+        finally:
+            command.kill()
+
+
 def test_rates_are_about_mutants_that_have_an_effect_or_that_a_command_names() -> None:
     printed = report(lines_of(*VERDICTS)).splitlines()
     assert "5 mutants tried: 1 without an effect, 1 by rounding alone" in printed
@@ -155,6 +177,8 @@ def a_run(
     weight: float = 1.0,
     logprob: float = -4.5,
     place: int = 0,
+    padding: int = 0,
+    trained: int = 8,
     sent: int = 8,
     wait_s: float = 0.1,
     text: str = "ba",
@@ -170,6 +194,10 @@ def a_run(
         "ledger/orchestrator.jsonl": {"env": "e", "counts": {"sent": sent}},
         "ledger/trainer.jsonl": {"step": 0, "env": "e", "counts": {"trained": 8, "computed": 8 + place}},
     }
+    totals = {"total/tokens": 8 + padding, "total/local/tokens": 8 + padding, "total/trained_tokens": trained}
+    ledger = [{"env": "e", "counts": {"trained": trained, "computed": 8}}]
+    ledger += [{"env": "", "counts": {"computed": padding, "padding": padding}}] if padding else []
+    files["checkpoints/step_1/progress.json"] = {"totals": totals, "ledger": ledger, "files": [padding]}
     for name, record in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,6 +220,8 @@ def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
     [
         ({}, ("same", "")),
         ({"place": 3}, ("same", "")),
+        ({"padding": 3}, ("same", "")),
+        ({"trained": 7}, ("differs", "checkpoint checkpoints/step_1/progress.json")),
         ({"wait_s": 0.2}, ("same", "")),
         ({"text": "ab"}, ("differs", "rollouts step_0 0 trajectory")),
         ({"logprob": -4.500001}, ("rounding", "tokens step_0 0 logprobs")),

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +21,13 @@ from pellucid.checks.oracle.training import ReferenceModel, ReferenceSequence, R
 from pellucid.checks.verify import agreement, path, scenario, subject
 from pellucid.checks.verify.rollout_stages import ExpectedRun, check_rollouts, group_of
 from pellucid.checks.verify.scenario import NUM_STEPS, play
+from pellucid.checks.verify.schedule import check_schedule
 from pellucid.checks.verify.training_stages import trained_weights
 from pellucid.config import VerifyConfig
 from pellucid.data import Rollout, TokenTable
 from pellucid.export import TokenExporter
 from pellucid.inference import engine
-from pellucid.ledger import Flow, Journal, State
+from pellucid.ledger import Flow, Journal, LedgerEntry, State, journal
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
 from pellucid.model.adapter import Adapter
@@ -463,6 +465,15 @@ def versions_not_exported(patch: Patch) -> None:
     patch.setattr(TokenExporter, "add", first_version)
 
 
+def derived_fields_left_out(patch: Patch) -> None:
+    original = TokenExporter.__init__
+
+    def essential(self: Any, *arguments: Any, **keywords: Any) -> None:
+        original(self, *arguments, **{**keywords, "columns": "essential"})
+
+    patch.setattr(TokenExporter, "__init__", essential)
+
+
 def initial_model_saved(patch: Patch) -> None:
     original = optimizer.TrainedWeights.save
 
@@ -557,6 +568,36 @@ def turns_go_on_from_the_one_before(patch: Patch) -> None:
     patch.setattr(records, "rollout_record", straightened)
 
 
+def saved_field(patch: Patch, **wrong: object) -> None:
+    original = records.rollout_record
+    patch.setattr(records, "rollout_record", lambda *arguments: {**original(*arguments), **wrong})
+
+
+def saved_as_an_older_form(patch: Patch) -> None:
+    saved_field(patch, schema=1)
+
+
+def saved_without_metrics(patch: Patch) -> None:
+    saved_field(patch, metrics={})
+
+
+def saved_with_a_field_that_nothing_holds(patch: Patch) -> None:
+    saved_field(patch, mood="fine")
+
+
+def history_is_never_rewritten(patch: Patch) -> None:
+    """As a conversation is saved, a turn that forgets replies has only the example's messages before it."""
+    original = session.Session._compare
+
+    def compare(self: Any, messages: Any, tools: Any) -> Any:
+        longest, trace = original(self, messages, tools)
+        if trace.keeps is not None:
+            trace.after, trace.keeps = -1, None
+        return longest, trace
+
+    patch.setattr(session.Session, "_compare", compare)
+
+
 def roles_shifted(patch: Patch) -> None:
     patch.setattr(chat.ChatTemplate, "_stop", lambda *arguments: 1)
 
@@ -570,6 +611,17 @@ def names_of_the_first_start(patch: Patch) -> None:
         self._generation = 0
 
     patch.setattr(scheduler.Scheduler, "restore", restore)
+
+
+def resume_without_a_mark(patch: Patch) -> None:
+    """The snapshot that a resume writes has a mark that the journal lacks."""
+    original = journal.append_entries
+
+    def append(path: Path, entries: Sequence[LedgerEntry]) -> None:
+        is_resume = any(entry.opened == journal.NOBODY for entry in entries)
+        original(path, [entry for entry in entries if not (is_resume and entry.mark)])
+
+    patch.setattr(journal, "append_entries", append)
 
 
 def groups_paid_for_twice(patch: Patch) -> None:
@@ -642,6 +694,19 @@ def totals_lost(patch: Patch) -> None:
     patch.setattr(Run, "restore", restore)
 
 
+def skipped_sequences_forgotten(patch: Patch) -> None:
+    """A checkpoint does not know how many sequences the export left out."""
+    original = Run.save_checkpoint
+
+    def save(self: Any) -> None:
+        kept = dict(self._totals)
+        self._totals = Counter({name: each for name, each in kept.items() if not name.startswith("export/")})
+        original(self)
+        self._totals = Counter(kept)
+
+    patch.setattr(Run, "save_checkpoint", save)
+
+
 def exports_of_before_lost(patch: Patch) -> None:
     """A resume deletes the steps that are trained already."""
     original = TokenExporter.forget_from
@@ -680,9 +745,14 @@ def nothing_logged_as_trained(patch: Patch) -> None:
         (group_lost, "batches"),
         (prompts_counted_wrong, "saved rollouts"),
         (turns_go_on_from_the_one_before, "saved rollouts"),
+        (history_is_never_rewritten, "saved rollouts"),
+        (saved_as_an_older_form, "saved rollouts"),
+        (saved_without_metrics, "saved rollouts"),
+        (saved_with_a_field_that_nothing_holds, "saved rollouts"),
         (names_of_the_first_start, "snapshots"),
         (groups_paid_for_twice, "snapshots"),
         (failed_booked_as_stale, "books of batches"),
+        (resume_without_a_mark, "books of batches"),
         (levels_of_another_step, "metrics of batches"),
     ],
 )
@@ -694,12 +764,76 @@ def test_a_fault_of_the_orchestrator_is_named_by_its_stage(
     assert first_difference(sound.of_rollouts(tmp_path)) == stage
 
 
+def one_length_for_all(patch: Patch) -> None:
+    """Rollouts are expected to be as long as those of the latest group."""
+    patch.setattr(
+        scheduler.RolloutLength,
+        "including",
+        lambda self, length: scheduler.RolloutLength(length, self.num_groups + 1),
+    )
+
+
+def length_forgotten(patch: Patch) -> None:
+    """A resumed run expects rollouts to be as long as they can be."""
+    original = scheduler.Scheduler.restore
+    patch.setattr(
+        scheduler.Scheduler,
+        "restore",
+        lambda self, state: original(self, structs.replace(state, rollout_length=None)),
+    )
+
+
+def batch_of_all_that_is_ready(patch: Patch) -> None:
+    patch.setattr(scheduler.Scheduler, "_is_last_chance", lambda self, group: True)
+
+
+def no_retries(patch: Patch) -> None:
+    original = scheduler.Scheduler.finish
+
+    def finish(self: Any, rollout: Rollout) -> None:
+        patch.setattr(self, "_rules", replace(self._rules, max_retries=0))
+        original(self, rollout)
+
+    patch.setattr(scheduler.Scheduler, "finish", finish)
+
+
+def weights_ignored(patch: Patch) -> None:
+    """All environments have as many turns."""
+    patch.setattr(scheduler.Scheduler, "_share", lambda self, source: 1 / len(self._sources))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        one_length_for_all,
+        length_forgotten,
+        batch_of_all_that_is_ready,
+        half_a_batch,
+        no_retries,
+        weights_ignored,
+    ],
+)
+def test_a_fault_of_the_scheduler_is_named(monkeypatch: Patch, plant: Plant) -> None:
+    """Where batches count tokens; rollouts fail there, and the run is resumed."""
+    differences = Differences()
+    plant(monkeypatch)
+    check_schedule(differences)
+    assert first_difference(differences) == "batches by tokens"
+
+
+def test_a_sound_scheduler_agrees() -> None:
+    differences = Differences()
+    check_schedule(differences)
+    assert first_difference(differences) is None and differences.worst == {"batches by tokens": 0.0}
+
+
 @pytest.mark.parametrize(
     ("plant", "stage"),
     [
         (last_tokens_kept, "truncation"),
         (versions_not_exported, "off-policy levels"),
         (samples_mixed_up, "exported fields"),
+        (derived_fields_left_out, "exported fields"),
         (another_temperature, "logprobs"),
         (swapped_sides, "masks"),
         (wrong_sign, "token losses"),
@@ -733,6 +867,7 @@ def test_a_fault_of_the_trainer_is_named_by_its_stage(
         (checkpoints_pile_up, "checkpoint"),
         (batches_released_too_early, "checkpoint"),
         (totals_lost, "books of steps"),
+        (skipped_sequences_forgotten, "books of steps"),
         (exports_of_before_lost, "exported fields"),
         (moments_lost, "update"),
         (teacher_forgotten, "token losses"),

@@ -80,6 +80,7 @@ STAGES: Mapping[str, str] = {
     "rewards": "score → reward of its own sample",
     "advantages": "rewards of a group → advantages",
     "batches": "groups → batches: whole, in order, full, each rollout once, nothing without a signal",
+    "batches by tokens": "lengths of rollouts → what starts, and batches that count tokens; retries",
     "staleness": "groups → those with a token that is too old, which are dropped",
     "saved rollouts": "turns, rewards and outcomes → rollouts/step_N",
     "books of batches": "tokens of rollouts → outcomes in the orchestrator's ledger",

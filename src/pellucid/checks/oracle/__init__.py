@@ -1,6 +1,7 @@
 """A second implementation of everything between a rollout and the updated weights, to hold the first one to.
 
     conversation.py   messages -> prompts; turns -> samples, advantages, batches, truncation
+    schedule.py       lengths of rollouts -> what starts, and batches that count tokens
     losses.py         logprobs -> token losses, their derivatives, masks; weights and denominator of a step
     training.py       token ids -> logprobs -> gradient -> clipping -> AdamW -> new weights
 

@@ -24,6 +24,7 @@ from pellucid.checks.finding import Differences, Finding
 from pellucid.checks.oracle.training import AdamWState, ReferenceModel
 from pellucid.checks.verify.rollout_stages import ExpectedRun, check_rollouts
 from pellucid.checks.verify.scenario import NUM_STEPS, RESUMED_AT, play
+from pellucid.checks.verify.schedule import check_schedule
 from pellucid.checks.verify.subject import Subject, build_quiet_run, updated
 from pellucid.checks.verify.training_stages import (
     Bounds,
@@ -91,6 +92,7 @@ def check_oracle(subject: Subject) -> Iterator[Finding]:
     folder = Path(mkdtemp(dir=subject.folder))
     expected = ExpectedRun(play(config, folder, subject.tokenizer, model), subject.tokenizer)
     check_rollouts(expected, differences)
+    check_schedule(differences)
     check_training(config, expected, model, folder, differences)
     yield from differences.findings()
 
@@ -230,7 +232,8 @@ class _OracleBeside:
         check_gradient(trained, gradients, differences)
         check_update(run, step, self._before, gradients, metrics, self._state, differences)
         check_trainer_books(trained, self.journal, differences)
-        self.totals[step + 1] = check_counts(step, metrics, self.journal, self.totals.get(step), differences)
+        totals = self.totals.get(step)
+        self.totals[step + 1] = check_counts(trained, metrics, self.journal, totals, differences)
         run.finish_publishing()
         folder = weights_folder(run.output_dir, step + 1)
         check_weights("published", run, folder, differences, f"step {step}")

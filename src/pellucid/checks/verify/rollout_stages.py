@@ -39,7 +39,9 @@ from pellucid.checks.verify.scenario import (
     DOUBT,
     ENVIRONMENTS,
     FLAT_REWARD,
+    FRESH_START,
     GROUP_SIZE,
+    LENGTH,
     NUM_STEPS,
     RESUMED_AT,
     SECOND_RESPONSE,
@@ -53,16 +55,23 @@ from pellucid.config import CustomAdvantageConfig
 from pellucid.data import TokenTable, TrainingMode
 from pellucid.ledger import Flow, State
 
-NUM_TURNS = {"tools": 4}
+NUM_TURNS = {"tools": 5}
 """Requests of a rollout, where it is not one."""
 
 PLACES: Sequence[Mapping[str, Any]] = (
     {},
     {"messages": [TOOL_RESPONSE]},
     {"after": 0, "messages": [DOUBT], "sample": 1, "trainable": False},
+    {"keeps": 1, "messages": [FRESH_START], "sample": 2, "trainable": False},
     {"after": 1, "messages": [SECOND_RESPONSE], "sample": 0},
 )
 """The place in its conversation that is saved with each of these requests."""
+
+SCHEMA = 2
+"""Form of a saved rollout, as the documentation says."""
+
+OTHER_FIELDS = {"rollout_id", "example_id", "outcome", "error", "advantage", "num_tool_tokens", "time_s"}
+"""Fields of a saved rollout that are held elsewhere, or told by a clock."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class ExpectedRun:
         turns: dict[tuple[str, str], list[Sampled]] = {}
         for request in played.requests:
             known = turns.setdefault((request.rollout_id, request.env_name), [])
-            is_withdrawn = request.env_name == "tools" and len(known) == 2
+            is_withdrawn = request.env_name == "tools" and len(known) in (2, 3)
             known.append(replace(request.sampled, is_trainable=not is_withdrawn))
         self.rollouts = {rollout_id: self._rollout(env, known) for (rollout_id, env), known in turns.items()}
         self.failed = {
@@ -102,6 +111,11 @@ class ExpectedRun:
             for rollout_id, rollout in self.rollouts.items()
             if rollout.env_name == "fragile" and BROKEN in rollout.texts[0]
         }
+
+    @cached_property
+    def steps(self) -> dict[str, int]:
+        """The step of each rollout that a batch has."""
+        return {each: step for step, table in enumerate(self.tables) for each in rollouts_of(table)}
 
     def _rollout(self, env_name: str, turns: list[Sampled]) -> ExpectedRollout:
         texts = [self.tokenizer.decode(turn.reply_ids, skip_special_tokens=True) for turn in turns]
@@ -300,13 +314,16 @@ def check_settled(expected: ExpectedRun, differences: Differences) -> None:
         reason = saved["reason"] if saved["outcome"] == State.REJECTED else None
         differences.same("samples", None, reason, f"{where}: why it was rejected")
         if rollout_id in expected.rollouts:
-            for name, value in _saved_fields(expected, saved).items():
-                found = (
-                    [_checked_fields(turn) for turn in saved[name]] if name == "trajectory" else saved[name]
-                )
+            known = _saved_fields(expected, saved)
+            for name, value in known.items():
+                found = saved.get(name)
+                if name == "trajectory":
+                    found = [_checked_fields(turn) for turn in saved[name]]
                 differences.same("saved rollouts", value, found, f"{where}, {name}")
             has_failed = rollout_id in expected.failed
             differences.same("saved rollouts", has_failed, bool(saved["error"]), f"{where}: has an error")
+            unknown = sorted(saved.keys() - known.keys() - OTHER_FIELDS)
+            differences.same("saved rollouts", [], unknown, f"{where}: fields that nothing holds")
         if advantage is not None:
             num_tokens = expected.num_tool_tokens(rollout_id)
             found = saved["num_tool_tokens"]
@@ -322,11 +339,20 @@ def _saved_fields(expected: ExpectedRun, saved: Mapping[str, Any]) -> dict[str, 
     is_whole = len(rollout.turns) == NUM_TURNS.get(rollout.env_name, 1)
     has_reward = is_whole and rollout_id not in expected.failed
     messages = messages_of(rollout.env_name, saved["example_id"])
+    sampling = expected.config.orchestrator.sampling
+    is_measured = rollout.env_name == "answer" and has_reward
     return {
+        "schema": SCHEMA,
+        "step": expected.steps[rollout_id] if rollout_id in expected.steps else saved["step"],
         "group_id": group_of(rollout_id),
         "env_name": rollout.env_name,
         "messages": [dict(message) for message in messages],
+        "reason": saved["error"] or "" if is_sent or rollout_id in expected.failed else saved["reason"],
         "reward": rollout.reward if has_reward else None,
+        "metrics": {LENGTH: float(len(rollout.texts[0]))} if is_measured else {},
+        "num_tokens": rollout.num_tokens,
+        "stop_reason": "stop",
+        "sampling_args": {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens},
         "sample_ids": [f"{rollout_id}-{index}" for index in range(len(rollout.samples))] if is_sent else [],
         "trajectory": [
             {
@@ -364,12 +390,14 @@ def check_prompts(
     prompt = prompt_ids_of(expected.tokenizer, messages)
     differences.same("prompts", prompt, list(first.prompt_ids), f"{where}, turn 0")
     called = after(messages, "reply", TOOL_RESPONSE)
-    continued = [(first, messages, TOOL_RESPONSE), (first, messages, DOUBT)]
-    continued += [(turn, called, SECOND_RESPONSE) for turn in later[:1]]
-    for number, (turn, (last, asked, response)) in enumerate(zip(later, continued, strict=False), 1):
-        known = [*last.prompt_ids, *last.reply_ids]
-        added = response_ids_of(expected.tokenizer, asked, known[-1], response)
-        differences.same("prompts", known + added, list(turn.prompt_ids), f"{where}, turn {number}")
+    continued = [(1, first, messages, TOOL_RESPONSE), (2, first, messages, DOUBT)]
+    continued += [(4, turn, called, SECOND_RESPONSE) for turn in later[:1]]
+    wanted = {3: prompt_ids_of(expected.tokenizer, [*messages, FRESH_START])}
+    for number, last, asked, response in continued:
+        added = response_ids_of(expected.tokenizer, asked, last.reply_ids[-1], response)
+        wanted[number] = [*last.prompt_ids, *last.reply_ids, *added]
+    for number, turn in enumerate(later, 1):
+        differences.same("prompts", wanted.get(number), list(turn.prompt_ids), f"{where}, turn {number}")
 
 
 def check_samples(
@@ -489,8 +517,8 @@ def check_orchestrator_books(expected: ExpectedRun, differences: Differences) ->
             differences.same("books of batches", State.FAILED_ROLLOUT.value, outcome, where)
     entries = read_entries(journal)
     marks = [entry["mark"] for entry in entries if entry.get("mark")]
-    where = f"marks in {journal.name}, which a resume goes back to"
-    differences.same("books of batches", sorted({abs(mark) for mark in marks}), marks, where)
+    where = f"marks in {journal.name}, one for each snapshot that a resume may go back to"
+    differences.same("books of batches", list(range(1, len(marks) + 1)), marks, where)
     found = sum_counts(entries)
     for env, counts in wanted.items():
         booked = {what: found.get(env, {}).get(what, 0) for what in counts}

@@ -3,8 +3,8 @@
     environment   what it does                                                        shows
     answer        one turn; the reward is read off the text                           advantages, masks
     tools         a reply, a tool's response, a reply, another response, a reply;     turns in one sample,
-                  in between a question that forgets the tool, whose reply is not     branches, loss masks,
-                  to be trained                                                       tool tokens
+                  in between a question that forgets the tool, and one that forgets   branches, loss masks,
+                  all replies, whose own replies are not to be trained                tool tokens, places
     flat          one turn, always the same reward                                    no signal
     fragile       one turn; the reply of each group's first member makes it raise     members that failed
 
@@ -90,6 +90,9 @@ REASONING = "<think>no</think>"
 BROKEN = "broken"
 """The start of a reply that makes the fragile environment raise."""
 
+LENGTH = "length"
+"""A metric of the environment `answer`: characters of the reply."""
+
 FLAT_REWARD = 0.1
 REWARDS = (1.0, 0.25, 1.0)
 """Rewards of the members of a group: the best come twice, so that a length penalty tells them apart, and no
@@ -101,6 +104,7 @@ MAX_DRAWS = 200
 TOOL_RESPONSE = {"role": "tool", "content": "42"}
 SECOND_RESPONSE = {"role": "tool", "content": "7"}
 DOUBT = {"role": "user", "content": "Sure?"}
+FRESH_START = {"role": "user", "content": "Again!"}
 
 
 def reward_of(text: str) -> float:
@@ -123,7 +127,7 @@ class OneReply(SingleTurnEnvironment):
         return Example(str(index), [{"role": "user", "content": f"What follows {index}?"}])
 
     def reward(self, example: Example, text: str) -> Score:
-        return Score(reward_of(text))
+        return Score(reward_of(text), {LENGTH: float(len(text))})
 
 
 class Flat(OneReply):
@@ -144,6 +148,7 @@ class Tools(OneReply):
         called = after(example.messages, first, TOOL_RESPONSE)
         second = await session.respond(called)
         session.withdraw(await session.sample(after(example.messages, first, DOUBT)))
+        session.withdraw(await session.sample([*example.messages, FRESH_START]))
         await session.respond(after(called, second, SECOND_RESPONSE))
         return Score(reward_of(first + second))
 

@@ -33,6 +33,7 @@ from pellucid.checks.oracle.training import (
     learning_rate,
 )
 from pellucid.checks.verify.rollout_stages import ExpectedRollout, check_roles, read_entries, sum_counts
+from pellucid.data.schema import FIELDS
 from pellucid.ledger import Flow, State
 from pellucid.trainer.run import Run
 from pellucid.transport import stable_steps
@@ -40,6 +41,9 @@ from pellucid.transport.weights import weights_folder
 
 UNDERFLOW = 1e-30
 """A gradient that float32 may lose: a ratio below 1e-38 is 0, whatever it is multiplied with later on."""
+
+RUNNING_TOTALS = ("total/", "export/")
+"""How the names of logged counts begin that are of all steps so far, and go on over a resume."""
 
 
 def trained_weights(run: Run) -> dict[str, Tensor]:
@@ -151,6 +155,10 @@ def check_record(step: TrainedStep, folder: Path, differences: Differences) -> N
     """Holds the exported tokens to the oracle's."""
     records = list(pellucid.export.open(folder).step(step.number))
     exported = {(str(record["rollout_id"]), tuple(record["token_ids"])): record for record in records}
+    for record in records:  # readers of ours fill in what follows from other fields; those of others do not
+        stored = record.source.names(record.row)
+        missing = [field.name for field in FIELDS if field.derivable and field.name not in stored]
+        differences.same("exported fields", [], missing, f"{step.where}: fields that the file lacks")
     known = {(each.rollout_id, tuple(each.sequence.token_ids)): each for each in step.trained_sequences()}
     differences.same("truncation", sorted(known), sorted(exported), f"{step.where}: exported sequences")
     denominator = step.expected.denominator
@@ -291,21 +299,26 @@ def check_trainer_books(step: TrainedStep, journal: Path, differences: Differenc
 
 
 def check_counts(
-    step: int,
+    trained: TrainedStep,
     logged: Mapping[str, float],
     journal: Path,
     before: Mapping[str, float] | None,
     differences: Differences,
 ) -> dict[str, float]:
     """Holds logged counts to the journal, and running totals to those `before`; returns the totals."""
-    entries = (each for each in read_entries(journal) if each.get("step", 0) == step)
+    before = before or {}
+    entries = (each for each in read_entries(journal) if each.get("step", 0) == trained.number)
     booked = sum((Counter(counts) for counts in sum_counts(entries).values()), Counter[str]())
-    totals = {name: value for name, value in logged.items() if name.startswith("total/")}
+    totals = {name: value for name, value in logged.items() if name.startswith(RUNNING_TOTALS)}
     for name, parts in COUNTS.items():
-        where = f"step {step}, {name}"
+        where = f"{trained.where}, {name}"
         differences.same("books of steps", sum(booked[part.value] for part in parts), logged[name], where)
-        total = (before or {}).get(f"total/{name}", 0) + logged[name]
+        total = before.get(f"total/{name}", 0) + logged[name]
         differences.same("books of steps", total, totals[f"total/{name}"], f"{where} so far")
+    num_untrained = sum(not each.trainable.any() for each in trained.sequences.values())
+    for name, number in (("export/skipped_sequences", num_untrained), ("export/lost_sequences", 0)):
+        where = f"{trained.where}, {name} so far"
+        differences.same("books of steps", before.get(name, 0) + number, totals.get(name), where)
     return totals
 
 
@@ -441,8 +454,8 @@ def check_checkpoints(
         differences.same("checkpoint", booked, kept, f"{where}: its ledger, against {journal.name}")
         last = {each.get("step", 0) for each in progress["ledger"]}
         differences.same("checkpoint", {step - 1}, last, f"{where}: the last step of its ledger")
-        kept_totals = {name: value for name, value in progress["totals"].items() if name.startswith("total/")}
-        differences.same("checkpoint", totals.get(step), kept_totals, f"{where}: its running totals")
+        where_totals = f"{where}: its running totals"
+        differences.same("checkpoint", totals.get(step), progress["totals"], where_totals)
         published = weights_folder(run.output_dir, step)
         if published.exists():
             read_model(run.trained.module, folder / STATE)
