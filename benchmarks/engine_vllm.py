@@ -1,11 +1,11 @@
-"""Sampling ragged requests with logprobs: the embedded engine against vLLM on the same weights, in one process.
+"""Sampling ragged requests with logprobs: the embedded engine against vLLM, same weights, one process.
 
     $ .venv-vllm/bin/python -m benchmarks engine_vllm      # made by `make vllm`
 
-vLLM samples as its own `LLM.generate` does: all requests are given at once, none is streamed, and it schedules
-ahead. It is asked twice: compiled, as it comes, and with `enforce_eager`. All have 64 slots and one thread, draw
-from the whole distribution, and deliver the logprob of every token. They take turns, and the fastest of
-several runs counts.
+vLLM samples as its own `LLM.generate` does: all requests are given at once, none is streamed, and it
+schedules ahead. It is asked twice: compiled, as it comes, and with `enforce_eager`. All have 64 slots and one
+thread, draw from the whole distribution, and deliver the logprob of every token. They take turns, and the
+fastest of several runs counts.
 """
 
 import os
@@ -35,7 +35,7 @@ CACHE_BYTES = 1 << 30
 def run() -> list[Result]:
     if find_spec("vllm") is None:
         raise MissingPackageError(
-            "vllm is not installed here; run `make vllm`, then .venv-vllm/bin/python -m benchmarks engine_vllm"
+            "vllm is not installed here; run `make vllm`, and this by .venv-vllm/bin/python"
         )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

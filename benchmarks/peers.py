@@ -1,10 +1,16 @@
-"""Time to learn the demo's task, beside other trainers: the same warm weights, words, budget and machine.
+"""Time to learn a task, beside another trainer: the same weights, examples, budget and machine.
 
-    python -m benchmarks.peers [--seeds 0 1] [--target 0.9]
+    python -m benchmarks.peers                 the demo's task until the reward is 0.9, on three seeds
+    python -m benchmarks.peers smollm          steps per minute of SmolLM2-135M on a task of reasoning-gym
 
-One run after the other, each with both cores. Writes the curves to benchmarks/peers.json, draws them into
-docs/images/peers.svg and puts the figures into docs/peers.md. The clock of a run starts when it begins to
-sample, with everything loaded; how long the loading took is told beside it.
+One run after the other, ours and theirs by turns, each with both cores. First TRL's settings are tried out,
+a few steps each; those that look best run to the target on the first seed, and the one that gets there first
+takes part on the others. Every run is written to outputs/peers/TASK.json as it ends, and one that is there is
+not run again (`--fresh` forgets them), so that a race which was stopped goes on. Each time, the page, the
+picture, README's sentence and benchmarks/peers.json are made anew.
+
+The clock of a run starts when it begins to sample, with everything loaded; how long the loading took is told
+beside it. So is what else the machine did meanwhile.
 """
 
 import argparse
@@ -14,36 +20,153 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from benchmarks.curve import Curve
-from benchmarks.drawing import draw
+from benchmarks.curve import Curve, Work, watching_load
+from benchmarks.peers_page import TRIAL, publish, step_s, told, winner
+from pellucid.data.files import step_folders
 from pellucid.metrics import read_metrics
+from pellucid.transport.batch import decode_batch
 
-HERE = Path("benchmarks")
 OUTPUTS = Path("outputs/peers")
 POLL_S = 0.5
-START, STOP = "<!-- measured -->\n", "<!-- /measured -->\n"
-PICTURE = "![Mean reward over wall time: thin lines are steps, thick ones means over ten](images/peers.svg)"
-CURVES = "All points are in [peers.json](../benchmarks/peers.json)."
+
+Prompts = dict[int, list[int]]
+"""Token ids of the prompt of each example, by its index."""
 
 
-def warm_up(folder: Path) -> Path:
+@dataclass(frozen=True, slots=True)
+class TrlSettings:
+    """What a user of TRL would try out; the number of samples per optimizer step is always the same."""
+
+    threads: int = 2
+    micro_batch: int | None = None
+    """Samples per forward; None: all of a step."""
+
+    steps_per_generation: int = 1
+    """Optimizer steps' worth of samples that are generated at once."""
+
+    num_iterations: int = 1
+    """Optimizer steps on each sample."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.threads} thread" + "s" * (self.threads > 1)]
+        if self.micro_batch:
+            parts.append(f"micro batches of {self.micro_batch}")
+        if self.steps_per_generation > 1:
+            parts.append(f"{self.steps_per_generation} steps per generation")
+        if self.num_iterations > 1:
+            parts.append(f"{self.num_iterations} iterations")
+        return ", ".join(parts)
+
+    @property
+    def flags(self) -> list[str]:
+        given = ((name, value) for name, value in asdict(self).items() if value is not None)
+        return [part for name, value in given for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """A task, and what takes part in it."""
+
+    task: str
+    file: str
+    """Configuration of pellucid, from which TRL's is made."""
+
+    model: Callable[[], Path]
+    target: float | None
+    num_steps: int
+    """A run is over after so many optimizer steps."""
+
+    ours: Sequence[tuple[str, Sequence[str]]]
+    """(name, flags) of every setting of ours."""
+
+    trials: Sequence[TrlSettings]
+    trial_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The runs of a race so far, in a file."""
+
+    path: Path
+    curves: list[Curve]
+
+    @classmethod
+    def open(cls, path: Path) -> "Results":
+        found = json.loads(path.read_text()) if path.exists() else []
+        return cls(path, [Curve.from_dict(each) for each in found])
+
+    def find(self, name: str, seed: int, setting: str = "") -> Curve | None:
+        return next((c for c in self.curves if (c.name, c.seed, c.setting) == (name, seed, setting)), None)
+
+    def add(self, curve: Curve) -> None:
+        self.curves.append(curve)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps([each.as_dict() for each in self.curves]))
+
+
+def warm_up() -> Path:
     """The checkpoint that all start from: the demo's model after its supervised warm-up."""
-    model = folder / "sft" / "model"
+    model = OUTPUTS / "sft" / "model"
     if not model.is_dir():
         example = Path("examples/reverse_text")
-        run([sys.executable, str(example / "prepare.py"), str(folder)])
+        run([sys.executable, str(example / "prepare.py"), str(OUTPUTS)])
         run(
             [
                 *(sys.executable, "-m", "pellucid.cli", "sft", "@", str(example / "sft.toml")),
-                *("--model.name", str(folder / "model"), "--data.path", str(folder / "warmup.jsonl")),
-                *("--output-dir", str(folder / "sft"), "--clean-output-dir"),
+                *("--model.name", str(OUTPUTS / "model"), "--data.path", str(OUTPUTS / "warmup.jsonl")),
+                *("--output-dir", str(OUTPUTS / "sft"), "--clean-output-dir"),
             ]
         )
     return model
+
+
+def smollm() -> Path:
+    model = Path("outputs/smollm/model")
+    if not model.is_dir():
+        sys.exit(f"{model} is not there; make it with python examples/smollm/prepare.py outputs/smollm")
+    return model
+
+
+RACES = {
+    "reverse_text": Race(
+        "reverse_text",
+        "benchmarks/peers.toml",
+        warm_up,
+        target=0.9,
+        num_steps=1000,
+        ours=[("pellucid", ())],
+        trials=[
+            TrlSettings(threads=1),
+            TrlSettings(threads=2),
+            TrlSettings(threads=1, steps_per_generation=3),
+            TrlSettings(threads=2, steps_per_generation=3),
+            TrlSettings(threads=1, micro_batch=32),
+            TrlSettings(threads=2, micro_batch=32),
+        ],
+        trial_steps=24,
+    ),
+    "smollm": Race(
+        "smollm",
+        "benchmarks/peers_smollm.toml",
+        smollm,
+        target=None,
+        num_steps=15,
+        ours=[
+            ("pellucid", ()),
+            (
+                "pellucid, vLLM samples",
+                ("--inference.backend", "vllm", "--inference.python", ".venv-vllm/bin/python"),
+            ),
+        ],
+        trials=[TrlSettings(threads=1), TrlSettings(threads=2)],
+        trial_steps=2,
+    ),
+}
 
 
 def run(command: Sequence[str]) -> None:
@@ -51,100 +174,196 @@ def run(command: Sequence[str]) -> None:
     subprocess.run(command, check=True)
 
 
-def train_with_trl(model: Path, seed: int, target: float, max_s: float) -> Curve:
-    path = OUTPUTS / f"trl_{seed}.json"
-    options = ["--seed", seed, "--target", target, "--max-s", max_s, "--called", time.time()]
-    run([sys.executable, "-m", "benchmarks.trl_grpo", str(model), str(path), *map(str, options)])
-    return Curve.load(path)
+def train_with_trl(race: Race, settings: TrlSettings, model: Path, seed: int, max_s: float) -> Curve:
+    path = OUTPUTS / f"{race.task}_trl.json"
+    options = ["--seed", str(seed), "--steps", str(race.num_steps), "--max-s", str(max_s)]
+    if race.target is not None:
+        options += ["--target", str(race.target)]
+    with watching_load() as load:
+        run(
+            [
+                *(sys.executable, "-m", "benchmarks.trl_grpo", race.file, str(model), str(path)),
+                *(*options, *settings.flags, "--called", str(time.time())),
+            ]
+        )
+    curve = replace(Curve.load(path), setting=str(settings), **asdict(load))
+    theirs = {int(i): ids for i, ids in json.loads(path.with_suffix(".prompts").read_text()).items()}
+    curve.num_prompts = require_same_prompts(known_prompts(race.task, seed), theirs)
+    return curve
 
 
-def train_with_pellucid(model: Path, seed: int, target: float, max_s: float) -> Curve:
+def known_prompts(task: str, seed: int) -> Prompts:
+    """Prompts that pellucid trained on in its run of that seed."""
+    path = OUTPUTS / f"{task}_{seed}.prompts"
+    return {int(i): ids for i, ids in json.loads(path.read_text()).items()}
+
+
+def require_same_prompts(ours: Prompts, theirs: Prompts) -> int:
+    """Returns how many prompts both trained on; ends the race if one of them differs by a token."""
+    both = ours.keys() & theirs.keys()
+    if differing := [index for index in sorted(both) if ours[index] != theirs[index]]:
+        first = differing[0]
+        sys.exit(
+            f"{len(differing)} of {len(both)} prompts differ, the first that of example {first}: "
+            f"{ours[first]} in pellucid, {theirs[first]} in TRL; the race is not fair"
+        )
+    if not both:
+        sys.exit("the two trained on no example in common; the race is not fair")
+    return len(both)
+
+
+def train_with_pellucid(
+    race: Race, name: str, flags: Sequence[str], model: Path, seed: int, max_s: float
+) -> Curve:
     """`pellucid rl`, interrupted when the task is learned."""
     folder = OUTPUTS / "pellucid"
     command = [
-        *(sys.executable, "-m", "pellucid.cli", "rl", "@", str(HERE / "peers.toml")),
+        *(sys.executable, "-m", "pellucid.cli", "rl", "@", race.file, *flags),
         *("--model.name", str(model), "--output-dir", str(folder), "--seed", str(seed), "--clean-output-dir"),
     ]
     print("$", *command, flush=True)
     started = time.time()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        while process.poll() is None:
-            time.sleep(POLL_S)
-            curve = curve_of(folder, seed, started)
-            is_over = bool(curve.points) and curve.points[-1][0] > max_s
-            if is_over or curve.reached(target) is not None:
-                break
-        else:
-            sys.exit(f"pellucid ended with {process.returncode}; see {folder / 'logs'}")
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait()
+    with watching_load() as load:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                curve = curve_of(folder, name, seed, started)
+                is_learned = race.target is not None and curve.reached(race.target) is not None
+                if is_learned or curve.num_trained >= race.num_steps or curve.trained_s > max_s:
+                    break
+            else:
+                sys.exit(f"pellucid ended with {process.returncode}; see {folder / 'logs'}")
+            (OUTPUTS / f"{race.task}_{seed}.prompts").write_text(json.dumps(trained_prompts(folder)))
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait()
+    curve = replace(curve_of(folder, name, seed, started, race.num_steps), **asdict(load))
+    curve.num_prompts = len(known_prompts(race.task, seed))
     return curve
 
 
-def curve_of(folder: Path, seed: int, started: float) -> Curve:
-    records = [
-        record
-        for record in read_metrics(folder / "metrics" / "orchestrator.jsonl")
-        if record["time"] > started  # not those of an earlier run, which are about to be deleted
-    ]
-    if not records:
-        return Curve("pellucid", seed)
-    first_sampling = records[0]["time"] - records[0]["time/batch_s"]
-    points = [(record["time"] - first_sampling, record["reward/all"]) for record in records]
-    return Curve("pellucid", seed, first_sampling - started, points)
+def trained_prompts(folder: Path) -> Prompts:
+    """Prompts of the batches that no checkpoint covers yet, which are all of a run that goes on."""
+    prompts: Prompts = {}
+    for batch_folder in step_folders(folder / "batches").values():
+        table = decode_batch((batch_folder / "batch.bin").read_bytes()).table
+        ids, starts, lengths = table["token_ids"], table.token_offsets, table.prompt_lengths
+        for example, start, length in zip(table["example_id"], starts, lengths, strict=False):
+            prompts[int(example)] = ids[start : start + length].tolist()
+    return prompts
+
+
+def curve_of(folder: Path, name: str, seed: int, started: float, num_steps: int | None = None) -> Curve:
+    """Reads what a run has written so far; `num_steps`: only its first steps."""
+
+    def records(process: str) -> list[dict[str, float]]:
+        every = read_metrics(folder / "metrics" / f"{process}.jsonl")
+        # Not those of an earlier run, which are about to be deleted.
+        return [each for each in every if each["time"] > started][:num_steps]
+
+    scored, trained, sampled = map(records, ("orchestrator", "trainer", "inference"))
+    curve = Curve(name, seed)
+    if not scored:
+        return curve
+    first_sampling = scored[0]["time"] - scored[0]["time/batch_s"]
+    curve.startup_s = first_sampling - started
+    curve.points = [(each["time"] - first_sampling, each["reward/all"]) for each in scored]
+    if trained:
+        curve.num_trained, curve.trained_s = len(trained), trained[-1]["time"] - first_sampling
+    curve.sampling = Work(
+        round(sum(each.get("sampled_tokens", 0) for each in sampled)),
+        sum(each.get("time/busy_s", 0) for each in sampled),
+    )
+    curve.training = Work(
+        round(sum(each["throughput/trained_tokens_per_s"] * each["time/step_s"] for each in trained)),
+        sum(each["time/train_s"] for each in trained),
+    )
+    return curve
+
+
+def candidates(trials: Sequence[tuple[TrlSettings, Curve]], has_target: bool) -> list[TrlSettings]:
+    """Settings that run in full: the fastest of all, the fastest on-policy, and that with two iterations.
+
+    Samples that are a few steps old, or train twice, may teach less: the fastest step is not the fastest
+    to learn. Without a target the fastest step is all that counts.
+    """
+    by_speed = [settings for settings, _ in sorted(trials, key=lambda trial: step_s(trial[1]))]
+    if not has_target:
+        return by_speed[:1]
+    on_policy = next(settings for settings in by_speed if settings.steps_per_generation == 1)
+    return list(dict.fromkeys([by_speed[0], on_policy, replace(on_policy, num_iterations=2)]))
+
+
+def race_on(
+    race: Race, results: Results, seeds: Sequence[int], max_s: float, show: Callable[[], None]
+) -> None:
+    model = race.model()
+
+    def once(name: str, seed: int, setting: str, train: Callable[[], Curve]) -> Curve:
+        curve = results.find(name, seed, setting)
+        if curve is None:
+            curve = replace(train(), setting=setting)
+            results.add(curve)
+            show()
+        print(told(curve, race.target), flush=True)
+        return curve
+
+    def ours(seed: int) -> None:
+        for name, flags in race.ours:
+            train = partial(train_with_pellucid, race, name, flags, model, seed, max_s)
+            once(name, seed, "", train)
+
+    def theirs(settings: TrlSettings, seed: int, limit_s: float = max_s) -> Curve:
+        return once("TRL", seed, str(settings), lambda: train_with_trl(race, settings, model, seed, limit_s))
+
+    def tried(settings: TrlSettings) -> Curve:
+        short = replace(race, target=None, num_steps=min(race.trial_steps, race.num_steps))
+        return once(
+            "TRL",
+            seeds[0],
+            f"{TRIAL}{settings}",
+            lambda: train_with_trl(short, settings, model, seeds[0], max_s),
+        )
+
+    ours(seeds[0])
+    trials = [(settings, tried(settings)) for settings in race.trials]
+    limit_s, runs = max_s, []
+    for settings in candidates(trials, race.target is not None):
+        runs.append((settings, theirs(settings, seeds[0], limit_s)))
+        if race.target is not None and (reached := runs[-1][1].reached(race.target)) is not None:
+            limit_s = min(limit_s, reached[0])
+    won = None if race.target is None else winner([run for _, run in runs], race.target)
+    best = next((settings for settings, run in runs if run.setting == won), runs[0][0])
+    for seed in seeds[1:]:
+        ours(seed)
+        theirs(best, seed)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo's task with pellucid and with TRL.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--target", type=float, default=0.9, help="mean reward over ten steps")
+    parser = argparse.ArgumentParser(description="Train a task with pellucid and with TRL.")
+    parser.add_argument("task", choices=list(RACES), nargs="?", default="reverse_text")
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--steps", type=int, help="a run is over after so many steps, for a rehearsal")
     parser.add_argument("--max-s", type=float, default=300, help="a run is stopped after so long")
+    parser.add_argument("--fresh", action="store_true", help="forget the runs that are there")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    model = warm_up(OUTPUTS)
-    curves: list[Curve] = []
-    for seed in options.seeds:
-        for train in (train_with_trl, train_with_pellucid):
-            curves.append(train(model, seed, options.target, options.max_s))
-            print(told(curves[-1], options.target), flush=True)
-    (HERE / "peers.json").write_text(json.dumps([asdict(curve) for curve in curves]) + "\n")
-    Path("docs/images/peers.svg").write_text(draw(curves, options.target))
-    table = figures(curves, options.target)
-    page = Path("docs/peers.md")
-    before, _, rest = page.read_text().partition(START)
-    _, _, after = rest.partition(STOP)
-    page.write_text(f"{before}{START}\n{PICTURE}\n\n{table}\n{CURVES}\n{STOP}{after}")
-    print(table)
+    race = RACES[options.task]
+    path = OUTPUTS / f"{race.task}.json"
+    if options.steps:
+        race, path = replace(race, num_steps=options.steps), OUTPUTS / f"{race.task}_rehearsal.json"
+    if options.fresh:
+        path.unlink(missing_ok=True)
+    results = Results.open(path)
+    seeds = options.seeds or ([0, 1, 2] if race.target is not None else [0])
 
+    def show() -> None:
+        if not options.steps:
+            publish(race.task, results.curves, race.target)
 
-def figures(curves: Sequence[Curve], target: float) -> str:
-    """A table; TRL's run comes before pellucid's of the same seed."""
-    rows = [
-        f"| seed | | start-up | steps | a step | reward {target} after | sooner |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    before: float | None = None
-    for curve in curves:
-        reached = curve.reached(target)
-        time_s, steps = reached or (curve.points[-1][0], len(curve.points))
-        ratio = f"{before / time_s:.2f} ×" if curve.name == "pellucid" and before and reached else ""
-        before = time_s if reached else None
-        after = f"{time_s:.1f} s" if reached else f"not within {time_s:.0f} s"
-        startup, each = f"{curve.startup_s:.1f} s", f"{time_s / steps:.3f} s"
-        rows.append(f"| {curve.seed} | {curve.name} | {startup} | {steps} | {each} | {after} | {ratio} |")
-    return "\n".join(rows) + "\n"
-
-
-def told(curve: Curve, target: float) -> str:
-    start = f"{curve.name}, seed {curve.seed}: {curve.startup_s:.1f} s to start, "
-    if (reached := curve.reached(target)) is None:
-        last = curve.smoothed()[-1][1] if curve.smoothed() else float("nan")
-        return f"{start}{target} not reached in {len(curve.points)} steps (last {last:.3f})"
-    time_s, steps = reached
-    return f"{start}reward {target} after {time_s:.1f} s and {steps} steps, {time_s / steps:.3f} s each"
+    race_on(race, results, seeds, options.max_s, show)
 
 
 if __name__ == "__main__":
