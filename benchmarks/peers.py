@@ -248,7 +248,7 @@ def trained_prompts(folder: Path) -> Prompts:
     """Prompts of the batches that no checkpoint covers yet, which are all of a run that goes on."""
     prompts: Prompts = {}
     for batch_folder in step_folders(folder / "batches").values():
-        table = decode_batch((batch_folder / "batch.bin").read_bytes()).table
+        table = decode_batch((batch_folder / "batch.bin").read_bytes(), sender="the spool").table
         ids, starts, lengths = table["token_ids"], table.token_offsets, table.prompt_lengths
         for example, start, length in zip(table["example_id"], starts, lengths, strict=False):
             prompts[int(example)] = ids[start : start + length].tolist()
@@ -319,7 +319,7 @@ def race_on(
         return once("TRL", seed, str(settings), lambda: train_with_trl(race, settings, model, seed, limit_s))
 
     def tried(settings: TrlSettings) -> Curve:
-        short = replace(race, target=None, num_steps=min(race.trial_steps, race.num_steps))
+        short = replace(race, target=None, num_steps=min(race.trial_steps, 2 * race.num_steps))
         return once(
             "TRL",
             seeds[0],

@@ -16,6 +16,7 @@ TRIAL = "trial: "
 """How the setting of a run begins that only tries it out for a few steps."""
 
 OURS, THEIRS = "pellucid", "TRL"
+SAMPLES_PER_STEP = 128  # of the task that has a target
 RUNS = Path("benchmarks/peers.json")
 PAGE = Path("docs/peers.md")
 README = Path("README.md")
@@ -143,7 +144,14 @@ def figures(curves: Sequence[Curve], target: float) -> str:
         reached = curve.reached(target)
         after = f"{reached[0]:.1f} s" if reached else f"not within {curve.points[-1][0]:.0f} s"
         steps = reached[1] if reached else len(curve.points)
-        cells = [curve.seed, curve.name, f"{curve.startup_s:.1f} s", after, f"{steps * 128:,}", *_work(curve)]
+        cells = [
+            curve.seed,
+            curve.name,
+            f"{curve.startup_s:.1f} s",
+            after,
+            f"{steps * SAMPLES_PER_STEP:,}",
+            *_work(curve),
+        ]
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(rows)
 
