@@ -23,10 +23,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.curve import Curve, Work, watching_load
-from benchmarks.peers_page import TRIAL, publish, step_s, told, winner
+from benchmarks.peers_page import OURS, THEIRS, TRIAL, publish, step_s, told, winner
 from pellucid.data.files import step_folders
 from pellucid.metrics import read_metrics
 from pellucid.transport.batch import decode_batch
@@ -81,8 +82,8 @@ class Race:
     num_steps: int
     """A run is over after so many optimizer steps."""
 
-    ours: Sequence[tuple[str, Sequence[str]]]
-    """(name, flags) of every setting of ours."""
+    ours: Sequence[tuple[str, str, Sequence[str]]]
+    """(name, setting, flags). With a target, those of one name are tried out in full on the first seed."""
 
     trials: Sequence[TrlSettings]
     trial_steps: int
@@ -132,6 +133,9 @@ def smollm() -> Path:
     return model
 
 
+IN_FLIGHT_256 = ("--orchestrator.max-inflight-rollouts", "256", "--inference.max-concurrent", "256")
+"""Makes larger batches for the engine, and samples that are a little older."""
+
 RACES = {
     "reverse_text": Race(
         "reverse_text",
@@ -139,7 +143,10 @@ RACES = {
         warm_up,
         target=0.9,
         num_steps=1000,
-        ours=[("pellucid", ())],
+        ours=[
+            ("pellucid", "128 rollouts in flight", ()),
+            ("pellucid", "256 rollouts in flight", IN_FLIGHT_256),
+        ],
         trials=[
             TrlSettings(threads=1),
             TrlSettings(threads=2),
@@ -157,9 +164,10 @@ RACES = {
         target=None,
         num_steps=15,
         ours=[
-            ("pellucid", ()),
+            ("pellucid", "", ()),
             (
                 "pellucid, vLLM samples",
+                "",
                 ("--inference.backend", "vllm", "--inference.python", ".venv-vllm/bin/python"),
             ),
         ],
@@ -310,10 +318,9 @@ def race_on(
         print(told(curve, race.target), flush=True)
         return curve
 
-    def ours(seed: int) -> None:
-        for name, flags in race.ours:
-            train = partial(train_with_pellucid, race, name, flags, model, seed, max_s)
-            once(name, seed, "", train)
+    def ours(name: str, setting: str, flags: Sequence[str], seed: int) -> Curve:
+        train = partial(train_with_pellucid, race, name, flags, model, seed, max_s)
+        return once(name, seed, setting, train)
 
     def theirs(settings: TrlSettings, seed: int, limit_s: float = max_s) -> Curve:
         return once("TRL", seed, str(settings), lambda: train_with_trl(race, settings, model, seed, limit_s))
@@ -327,18 +334,23 @@ def race_on(
             lambda: train_with_trl(short, settings, model, seeds[0], max_s),
         )
 
-    ours(seeds[0])
+    first, *others = race.ours
+    runs = [ours(*first, seeds[0])]
     trials = [(settings, tried(settings)) for settings in race.trials]
-    limit_s, runs = max_s, []
-    for settings in candidates(trials, race.target is not None):
-        runs.append((settings, theirs(settings, seeds[0], limit_s)))
-        if race.target is not None and (reached := runs[-1][1].reached(race.target)) is not None:
-            limit_s = min(limit_s, reached[0])
-    won = None if race.target is None else winner([run for _, run in runs], race.target)
-    best = next((settings for settings, run in runs if run.setting == won), runs[0][0])
+    limit_s, full = max_s, candidates(trials, race.target is not None)
+    for settings, other in zip_longest(full, others):  # by turns
+        if settings is not None:
+            runs.append(theirs(settings, seeds[0], limit_s))
+            if race.target is not None and (reached := runs[-1].reached(race.target)) is not None:
+                limit_s = min(limit_s, reached[0])
+        if other is not None:
+            runs.append(ours(*other, seeds[0]))
+    if race.target is None or not seeds[1:]:
+        return
+    our_best, their_best = (winner(runs, race.target, name) for name in (OURS, THEIRS))
     for seed in seeds[1:]:
-        ours(seed)
-        theirs(best, seed)
+        ours(*next(each for each in race.ours if each[1] == our_best), seed)
+        theirs(next(each for each in full if str(each) == their_best), seed)
 
 
 def main() -> None:

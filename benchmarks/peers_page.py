@@ -78,17 +78,18 @@ def in_full(curves: Sequence[Curve]) -> list[Curve]:
     return [curve for curve in curves if not curve.setting.startswith(TRIAL)]
 
 
-def winner(curves: Sequence[Curve], target: float) -> str | None:
-    """Returns the setting of TRL that got to the target first on the seed where several ran in full."""
-    runs = [curve for curve in in_full(curves) if curve.name == THEIRS]
+def winner(curves: Sequence[Curve], target: float, name: str) -> str | None:
+    """Returns the setting that got to the target first on the first seed, where several ran in full; None if
+    none did."""
+    runs = [curve for curve in in_full(curves) if curve.name == name]
     first = [run for run in runs if run.seed == runs[0].seed and run.reached(target)]
     return min(first, key=lambda run: _seconds(run, target)).setting if first else None
 
 
 def racing(curves: Sequence[Curve], target: float) -> list[Curve]:
-    """Runs that are compared: ours, and TRL's with the setting that won."""
-    setting = winner(curves, target)
-    return [curve for curve in in_full(curves) if curve.name == OURS or curve.setting == setting]
+    """Runs that are compared: of each side, those with the setting that won."""
+    won = {name: winner(curves, target, name) for name in (OURS, THEIRS)}
+    return [curve for curve in in_full(curves) if curve.setting == won[curve.name]]
 
 
 def _seconds(curve: Curve, target: float) -> float:
@@ -129,8 +130,9 @@ def summary(curves: Sequence[Curve], target: float) -> str:
         return ""
     ratio = median(theirs) / median(ours)
     return (
-        f"Reward {target} after **{spread(ours)}** with pellucid and **{spread(theirs)}** with TRL "
-        f"({winner(curves, target)}){_seeds(ours)}: **{ratio:.2f} ×** sooner."
+        f"Reward {target} after **{spread(ours)}** with pellucid ({winner(curves, target, OURS)}) and "
+        f"**{spread(theirs)}** with TRL ({winner(curves, target, THEIRS)}){_seeds(ours)}: "
+        f"**{ratio:.2f} ×** sooner."
     )
 
 
@@ -166,22 +168,16 @@ def _rate(work: Work) -> str:
 
 
 def tried(curves: Sequence[Curve], target: float) -> str:
-    """A row per setting of TRL that was tried."""
-    runs = [curve for curve in curves if curve.name == THEIRS]
-    if not runs:
-        return ""
+    """A row per setting that was tried, on the first seed."""
     rows = [
-        f"| TRL's settings, seed {runs[0].seed} | a step | reward {target} after |",
-        "|---|---|---|",
+        f"| tried on seed {curves[0].seed} | | a step, of a few | reward {target} after |",
+        "|---|---|---|---|",
     ]
-    settings = dict.fromkeys(run.setting.removeprefix(TRIAL) for run in runs)
-    for setting in settings:
-        trial, full = (
-            next((run for run in runs if (run.seed, run.setting) == (runs[0].seed, name)), None)
-            for name in (f"{TRIAL}{setting}", setting)
-        )
+    runs = {(run.name, run.setting): run for run in curves if run.seed == curves[0].seed}
+    for name, setting in dict.fromkeys((name, setting.removeprefix(TRIAL)) for name, setting in runs):
+        trial, full = runs.get((name, f"{TRIAL}{setting}")), runs.get((name, setting))
         step = f"{step_s(trial):.3f} s" if trial else ""
-        rows.append(f"| {setting} | {step} | {_after(full, target)} |")
+        rows.append(f"| {name} | {setting} | {step} | {_after(full, target)} |")
     return "\n".join(rows)
 
 
@@ -189,9 +185,7 @@ def _after(run: Curve | None, target: float) -> str:
     if run is None:
         return ""
     reached = run.reached(target)
-    return (
-        f"{reached[0]:.1f} s" if reached else f"not within {run.trained_s:.0f} s, when another had got there"
-    )
+    return f"{reached[0]:.1f} s" if reached else f"not within {run.points[-1][0]:.0f} s"
 
 
 def step_s(curve: Curve) -> float:

@@ -52,7 +52,7 @@ def rising(name: str, step_s: float, seed: int = 3, setting: str = "") -> Curve:
 
 def three_seeds() -> list[Curve]:
     """Ours takes 9.0, 9.9 and 8.1 s; TRL with two threads 22.5, 27 and 18 s, with one 36 s on the first."""
-    ours = [rising("pellucid", step_s, seed) for seed, step_s in enumerate((0.5, 0.55, 0.45))]
+    ours = [rising("pellucid", step_s, seed, "as it is") for seed, step_s in enumerate((0.5, 0.55, 0.45))]
     best = [rising("TRL", step_s, seed, "2 threads") for seed, step_s in enumerate((1.25, 1.5, 1.0))]
     trials = [rising("TRL", 1.9, 0, f"{TRIAL}1 thread"), rising("TRL", 1.2, 0, f"{TRIAL}2 threads")]
     return [ours[0], *trials, rising("TRL", 2.0, 0, "1 thread"), best[0], ours[1], best[1], ours[2], best[2]]
@@ -136,7 +136,8 @@ def test_prompts_are_read_from_what_was_trained_and_compared_token_by_token(tmp_
 
 def test_the_median_of_the_seeds_and_their_spread_are_told() -> None:
     curves = three_seeds()
-    assert winner(curves, TARGET) == "2 threads"
+    assert winner(curves, TARGET, "TRL") == "2 threads" and winner(curves, TARGET, "pellucid") == "as it is"
+    assert winner(curves, 1.1, "TRL") is winner([], TARGET, "TRL") is None
     assert headline(curves, TARGET) == (
         "the demo's task reaches a reward of 0.899 in 9 s (8 to 10), with TRL's GRPO trainer in "
         "22 s (18 to 27), medians and range of 3 seeds"
@@ -147,8 +148,11 @@ def test_the_median_of_the_seeds_and_their_spread_are_told() -> None:
     assert "| 0 | pellucid | 4.0 s | 9.0 s | 2,304 | 500 tok/s | 900 tok/s | 31 s | 0.25 |" in text
     assert "| 1 | TRL | 4.0 s | 27.0 s | 2,304 | 500 tok/s | 900 tok/s | 31 s | 0.25 |" in text
     assert text.count("| 36.0 s |") == 1  # the setting that lost is in the second table alone
-    assert "| 1 thread | 1.900 s | 36.0 s |" in text and "| 2 threads | 1.200 s | 22.5 s |" in text
-    assert "not within 11 s" in tables(curves[:1], 1.1)
+    assert (
+        "| TRL | 1 thread | 1.900 s | 36.0 s |" in text and "| TRL | 2 threads | 1.200 s | 22.5 s |" in text
+    )
+    assert "| pellucid | as it is |  | 9.0 s |" in text
+    assert "| pellucid | as it is |  | not within 11 s |" in tables(curves[:1], 1.1)
 
 
 def test_steps_per_minute_are_told_where_there_is_no_target() -> None:
@@ -214,8 +218,8 @@ def test_runs_alternate_and_a_race_that_was_stopped_goes_on(tmp_path, monkeypatc
     ran: list[tuple[str, int, str]] = []
 
     def ours(race, name, flags, model, seed, max_s) -> Curve:
-        ran.append((name, seed, ""))
-        return rising(name, 0.5, seed)
+        ran.append((name, seed, " ".join(flags)))
+        return rising(name, 0.4 if flags else 0.5, seed)
 
     def theirs(race, settings, model, seed, max_s) -> Curve:
         ran.append(("TRL", seed, str(settings) if race.target else f"{TRIAL}{settings}"))
@@ -224,7 +228,8 @@ def test_runs_alternate_and_a_race_that_was_stopped_goes_on(tmp_path, monkeypatc
     monkeypatch.setattr("benchmarks.peers.train_with_pellucid", ours)
     monkeypatch.setattr("benchmarks.peers.train_with_trl", theirs)
     trials = [TrlSettings(threads=1), TrlSettings(threads=2)]
-    race = replace(RACES["reverse_text"], model=lambda: tmp_path, target=TARGET, trials=trials)
+    settings = [("pellucid", "as it is", ()), ("pellucid", "wide", ("--wide",))]
+    race = replace(RACES["reverse_text"], model=lambda: tmp_path, target=TARGET, trials=trials, ours=settings)
     shown: list[int] = []
     results = Results.open(tmp_path / "race.json")
     race_on(race, results, [0, 1], 300, lambda: shown.append(len(results.curves)))
@@ -234,11 +239,12 @@ def test_runs_alternate_and_a_race_that_was_stopped_goes_on(tmp_path, monkeypatc
         ("TRL", 0, "trial: 1 thread"),
         ("TRL", 0, "trial: 2 threads"),
         ("TRL", 0, "2 threads"),
+        ("pellucid", 0, "--wide"),
         ("TRL", 0, best),
-        ("pellucid", 1, ""),
+        ("pellucid", 1, "--wide"),
         ("TRL", 1, best),
     ]
-    assert ran == expected and shown == list(range(1, 8))
+    assert ran == expected and shown == list(range(1, 9))
     again = Results.open(tmp_path / "race.json")
     assert again.curves == results.curves
     del again.curves[-1]
