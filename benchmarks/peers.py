@@ -349,8 +349,8 @@ def race_on(
         return
     our_best, their_best = (winner(runs, race.target, name) for name in (OURS, THEIRS))
     for seed in seeds[1:]:
-        ours(*next(each for each in race.ours if each[1] == our_best), seed)
-        theirs(next(each for each in full if str(each) == their_best), seed)
+        ours(*next((each for each in race.ours if each[1] == our_best), first), seed)
+        theirs(next((each for each in full if str(each) == their_best), full[0]), seed)
 
 
 def main() -> None:
