@@ -44,9 +44,6 @@ class TrlSettings:
     """What a user of TRL would try out; the number of samples per optimizer step is always the same."""
 
     threads: int = 2
-    micro_batch: int | None = None
-    """Samples per forward; None: all of a step."""
-
     steps_per_generation: int = 1
     """Optimizer steps' worth of samples that are generated at once."""
 
@@ -55,8 +52,6 @@ class TrlSettings:
 
     def __str__(self) -> str:
         parts = [f"{self.threads} thread" + "s" * (self.threads > 1)]
-        if self.micro_batch:
-            parts.append(f"micro batches of {self.micro_batch}")
         if self.steps_per_generation > 1:
             parts.append(f"{self.steps_per_generation} steps per generation")
         if self.num_iterations > 1:
@@ -65,7 +60,7 @@ class TrlSettings:
 
     @property
     def flags(self) -> list[str]:
-        given = ((name, value) for name, value in asdict(self).items() if value is not None)
+        given = asdict(self).items()
         return [part for name, value in given for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -152,10 +147,8 @@ RACES = {
             TrlSettings(threads=2),
             TrlSettings(threads=1, steps_per_generation=3),
             TrlSettings(threads=2, steps_per_generation=3),
-            TrlSettings(threads=1, micro_batch=32),
-            TrlSettings(threads=2, micro_batch=32),
         ],
-        trial_steps=24,
+        trial_steps=18,
     ),
     "smollm": Race(
         "smollm",

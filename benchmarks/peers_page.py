@@ -97,9 +97,13 @@ def _seconds(curve: Curve, target: float) -> float:
     return float("inf") if reached is None else reached[0]
 
 
-def _times(curves: Sequence[Curve], name: str, target: float) -> list[float]:
-    """Seconds to the target, in order; infinite for a run that did not get there."""
-    return sorted(_seconds(curve, target) for curve in racing(curves, target) if curve.name == name)
+def _times(curves: Sequence[Curve], target: float) -> tuple[list[float], list[float]]:
+    """Seconds to the target of both sides, in order, on the seeds that both have run; infinite for a run that
+    did not get there."""
+    runs = {(curve.name, curve.seed): _seconds(curve, target) for curve in racing(curves, target)}
+    seeds = {seed for _, seed in runs if {(OURS, seed), (THEIRS, seed)} <= runs.keys()}
+    ours, theirs = (sorted(runs[name, seed] for seed in seeds) for name in (OURS, THEIRS))
+    return ours, theirs
 
 
 def spread(times: Sequence[float]) -> str:
@@ -110,8 +114,8 @@ def spread(times: Sequence[float]) -> str:
 
 def headline(curves: Sequence[Curve], target: float) -> str:
     """README's sentence; empty while one side has no run that got to the target."""
-    ours, theirs = (_times(curves, name, target) for name in (OURS, THEIRS))
-    if not ours or not theirs or float("inf") in (*ours, *theirs):
+    ours, theirs = _times(curves, target)
+    if not ours or float("inf") in (*ours, *theirs):
         return ""
     return (
         f"the demo's task reaches a reward of {target} in {spread(ours)}, with TRL's GRPO trainer in "
@@ -125,7 +129,7 @@ def _seeds(times: Sequence[float]) -> str:
 
 def summary(curves: Sequence[Curve], target: float) -> str:
     """`Reward 0.9 after 55 s (54 to 57) with pellucid and …: 2.33 × sooner.`"""
-    ours, theirs = (_times(curves, name, target) for name in (OURS, THEIRS))
+    ours, theirs = _times(curves, target)
     if not headline(curves, target):
         return ""
     ratio = median(theirs) / median(ours)

@@ -4,8 +4,8 @@
 
 Task, algorithm and optimizer are those of the file that pellucid trains with. Beyond it, settings of a
 careful user without a GPU: float32, one process, no gradient checkpointing, no reference model, nothing saved
-or logged on the way; what `peers.py` tries out (`--threads`, `--micro-batch`, `--steps-per-generation`,
-`--num-iterations`) is given. The examples are those that pellucid's environment gives, in the same order, and
+or logged on the way; what `peers.py` tries out (`--threads`, `--steps-per-generation`, `--num-iterations`)
+is given. The examples are those that pellucid's environment gives, in the same order, and
 so is the reward.
 """
 
@@ -93,7 +93,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=MAX_STEPS)
     parser.add_argument("--max-s", type=float, default=600)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--micro-batch", type=int, default=None)
     parser.add_argument("--steps-per-generation", type=int, default=1)
     parser.add_argument("--num-iterations", type=int, default=1)
     parser.add_argument("--called", type=float, default=time.time(), help="when the command was given")
@@ -105,7 +104,6 @@ def main() -> None:
         config,
         options.curve.parent / "trl",
         seed=options.seed,
-        micro_batch=options.micro_batch,
         steps_per_generation=options.steps_per_generation,
         num_iterations=options.num_iterations,
     )
@@ -155,24 +153,20 @@ def grpo_settings(
     folder: Path,
     *,
     seed: int,
-    micro_batch: int | None,
     steps_per_generation: int,
     num_iterations: int,
 ) -> GRPOConfig:
-    """TRL's settings for the algorithm and optimizer of `config`. `micro_batch`: None for the whole batch."""
+    """TRL's settings for the algorithm and optimizer of `config`; a step is one micro batch."""
     batch_size, optim, loss = config.orchestrator.batch_size, config.trainer.optim, config.trainer.loss
     assert isinstance(loss, PpoClipLossConfig) and config.orchestrator.advantage.type == "grpo_std"
-    micro_batch = micro_batch or batch_size
-    num_micro_batches = batch_size // micro_batch
     return GRPOConfig(
         output_dir=str(folder),
         seed=seed,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=num_micro_batches,
-        steps_per_generation=num_micro_batches * steps_per_generation,
+        per_device_train_batch_size=batch_size,
+        steps_per_generation=steps_per_generation,
         num_iterations=num_iterations,
         num_generations=config.orchestrator.rollouts_per_example,
         shuffle_dataset=False,
