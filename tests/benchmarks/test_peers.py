@@ -10,17 +10,9 @@ import pytest
 from benchmarks import peers_page
 from benchmarks.curve import Curve, Work, machine_busy_s
 from benchmarks.drawing import draw
-from benchmarks.peers import (
-    RACES,
-    Results,
-    TrlSettings,
-    candidates,
-    curve_of,
-    race_on,
-    require_same_prompts,
-    trained_prompts,
-)
+from benchmarks.peers import RACES, Results, candidates, race_on
 from benchmarks.peers_page import TRIAL, between, headline, load_runs, publish, summary, tables, winner
+from benchmarks.peers_sides import TrlSettings, curve_of, require_same_prompts, trained_prompts
 from pellucid.config import RLConfig
 from pellucid.config.parse import parse
 from pellucid.data import TokenTable, TrainingSample
