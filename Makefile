@@ -28,7 +28,7 @@ help:
 	@echo "make docs          the documentation site, in $(SITE)"
 	@echo "make bench         side-by-side benchmarks"
 	@echo "make bench-train   a training step against TRL's, which gets an environment of its own in $(TRL)"
-	@echo "make bench-peers   the demo's task trained by TRL and by pellucid: reward over time"
+	@echo "make bench-peers   the demo's task trained by TRL and by pellucid: reward over time (MODEL=smollm: steps of SmolLM2)"
 	@echo "make chaos         kill, stop and starve the processes of a run KILLS=30 times, and check that nothing went missing"
 	@echo "make museum        plant known bugs in a copy, and see each of them caught (about 15 minutes; ONLY=NAME for one)"
 	@echo "make identical BASE=REVISION  the same runs by that revision and by this tree: every number has to be the same (ONLY=NAME for one)"
@@ -171,9 +171,16 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt install_to
 	$(TRL)/bin/python $(INSTALL) -c constraints-trl.txt trl -e .
 	@touch $@
 
-# The demo's task with TRL and with pellucid, one after the other: about five minutes on a machine that is otherwise idle.
-bench-peers: $(TRL)/.installed
-	$(TRL)/bin/python -m benchmarks.peers
+# The demo's task with TRL and with pellucid by turns, three seeds: about 15 minutes on a machine that is otherwise
+# idle. MODEL=smollm: SmolLM2-135M for 15 steps with TRL, pellucid, and pellucid that samples with vLLM, about 10.
+# A race that was stopped goes on; ARGS=--fresh begins anew.
+bench-peers: $(TRL)/.installed $(if $(MODEL),$(VLLM)/.installed $(INSTALLED))
+ifeq ($(MODEL),smollm)
+	@$(PIP) -e '.[gguf]'
+	@$(TRL)/bin/python $(INSTALL) -e '.[reasoning-gym]'
+	@$(BIN)/python examples/smollm/prepare.py outputs/smollm
+endif
+	$(TRL)/bin/python -m benchmarks.peers $(or $(MODEL),reverse_text) $(ARGS)
 
 # FOLDER=… goes on with one that was interrupted.
 KILLS ?= 30

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "deltas": "weights as differences: bytes and time of a version against its whole file",
     "endurance": "memory over 2,000 steps of each part; a step with syncs to the disk against one without",
     "engine": "sampling: the embedded engine against HF generate",
+    "engine_vllm": "sampling: the embedded engine against vLLM (`make vllm`, with its Python)",
     "experts": "mismatch KL of a model with experts: recorded ones replayed against routed anew",
     "export": "token exports: writing against lists and json.dumps, reading out of a million tokens",
     "head": "logprobs and entropy: chunks of tokens against all logits at once",
@@ -39,7 +40,7 @@ BENCHMARKS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    listed = "\n".join(f"  {name:<12}{what}" for name, what in BENCHMARKS.items())
+    listed = "\n".join(f"  {name:<13}{what}" for name, what in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,

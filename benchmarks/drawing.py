@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from statistics import median_low
 
 from benchmarks.curve import Curve
 
@@ -26,6 +27,7 @@ def draw(curves: Sequence[Curve], target: float) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
         *_axes(end_s, target),
     ]
+    middle = {curve.name: _middle(curves, curve.name, target) for curve in curves}
     for curve in curves:
         colour = COLOURS[curve.name]
         parts.append(_line(curve.points, end_s, f'class="raw" stroke="{colour}"'))
@@ -33,10 +35,16 @@ def draw(curves: Sequence[Curve], target: float) -> str:
         if (reached := curve.reached(target)) is not None:
             x, y = _place(reached[0], target, end_s)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
-            parts.append(
-                f'<text x="{x + 6:.1f}" y="{y - 8:.1f}">{escape(curve.name)} {reached[0]:.0f} s</text>'
-            )
+            if reached[0] == middle[curve.name]:
+                text = f"{escape(curve.name)} {reached[0]:.0f} s"
+                parts.append(f'<text x="{x + 6:.1f}" y="{y - 8:.1f}">{text}</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _middle(curves: Sequence[Curve], name: str, target: float) -> float | None:
+    """Returns the time of the run, of those of this name that got to the target, that carries their label."""
+    times = [found[0] for curve in curves if curve.name == name and (found := curve.reached(target))]
+    return median_low(times) if times else None
 
 
 def _axes(end_s: int, target: float) -> Iterator[str]:

@@ -54,8 +54,8 @@ def run() -> list[Result]:
 
 def _compare(model: str, num_requests: int, longest: int, group: int) -> Result:
     with made_policy(model) as policy:
-        asked = _requests(policy.vocab_size, num_requests, longest, group)
-        sides = (partial(_sample, policy), partial(_generate, policy))
+        asked = draw_requests(policy.vocab_size, num_requests, longest, group)
+        sides = (partial(sample, policy), partial(_generate, policy))
         for side in sides:
             side(asked[:8])
         our_s, their_s = fastest_each_s([partial(side, asked) for side in sides])
@@ -85,7 +85,7 @@ def _compare_forwards(model: str, num_sequences: int, num_steps: int) -> Result:
     return Result(name, 1 / our_s, 1 / their_s, "steps/s", "HF's forward")
 
 
-def _requests(vocab_size: int, num_requests: int, longest: int, group: int) -> Asked:
+def draw_requests(vocab_size: int, num_requests: int, longest: int, group: int) -> Asked:
     generator = random.Random(0)
     asked: list[tuple[list[int], int]] = []
     for number in range(num_requests):
@@ -95,7 +95,7 @@ def _requests(vocab_size: int, num_requests: int, longest: int, group: int) -> A
     return asked
 
 
-def _sample(policy: Policy, asked: Asked) -> list[Completion]:
+def sample(policy: Policy, asked: Asked) -> list[Completion]:
     finished: list[Completion] = []
     engine = Engine(policy, num_slots=SLOTS, max_length=256)
     run_to_end(

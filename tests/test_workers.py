@@ -1,6 +1,8 @@
 """Threads and processes beside the event loop, and the cores that there are for them."""
 
 import os
+import platform
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +20,36 @@ from pellucid.launch.preflight import free_port
 from pellucid.trainer.build import load_trained
 from pellucid.trainer.parallel import Ranks
 from pellucid.workers import DaemonThreads, num_cores
+
+_FAULTS = """
+import ctypes, resource
+from pellucid.workers import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        blocks = [libc.malloc(4 << 20) for _ in range(8)]
+        for block in blocks:
+            ctypes.memset(block, 1, 4 << 20)
+        for block in blocks:
+            libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+as_it_is = faults()
+keep_freed_memory()
+faults()
+print(as_it_is, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's memory")
+def test_freed_memory_is_used_again_without_asking_the_system_for_its_pages() -> None:
+    answer = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
+    as_it_is, kept = map(int, answer.stdout.split())
+    assert kept < 100 < as_it_is  # of 20 · 8 · 1024 pages
 
 
 def test_threads_of_a_pool_work_side_by_side_and_end_with_the_process() -> None:

@@ -281,6 +281,27 @@ def test_members_of_one_length_are_one_call_and_ragged_ones_share_a_mask() -> No
     assert len({call._mask.like(query).untyped_storage().data_ptr() for call in ragged}) == 1
 
 
+def test_short_members_of_a_family_are_one_row_and_long_ones_a_row_each() -> None:
+    """Gathering the prompt for each costs more than the pairs of one row in which members do not see
+    each other."""
+    assert [call.tokens.tolist() for call in SharedAttention([Family(3, [1, 2])])._calls] == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
+    _, call = SharedAttention([Family(3, [1, 2])])._calls
+    seen = [
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0],
+        [1, 1, 1, 0, 1, 1],
+    ]
+    mask = call._mask.like(torch.zeros(1, 1, 1, 8))
+    assert (mask == 0).int().tolist() == [[seen]] and mask[0, 0, 0, 4] == -torch.inf
+    demo = SharedAttention([Family(28, [7] * 8)] * 16)._calls
+    assert [call._queries.shape for call in demo] == [(16, 28), (16, 56)]
+    long = SharedAttention([Family(400, [300] * 4)])._calls
+    assert [call._queries.shape for call in long] == [(1, 400), (4, 300)]
+
+
 def test_a_forward_without_a_plan_is_refused(policy) -> None:
     with pytest.raises(ModelError, match="without an attention plan"):
         policy.hf(input_ids=torch.tensor([[5, 6]]), use_cache=False)

@@ -454,7 +454,7 @@ def _added_experts(recorded: PackedArray | None, last: RecordedExperts | None) -
 
 def join_columns(turns: Sequence[Turn]) -> dict[str, NDArray[Any]]:
     """Joins the further columns of a sequence's turns; a turn that lacks one has its fill."""
-    names = dict.fromkeys(name for turn in turns for name in turn.tokens.columns)
+    names = dict.fromkeys(name for turn in turns for name in turn._columns)
     if unknown := sorted(names.keys() - COLUMNS.keys()):
         raise DataError(f"an engine has sent columns {unknown}, which the schema does not declare")
     return {

@@ -26,6 +26,7 @@ from pellucid.data.rules import JUDGED, check_rules
 from pellucid.data.schema import COLUMNS, Axis, Column, Encoding
 from pellucid.errors import ColumnError, DataError
 
+_REQUIRED = [name for name, column in COLUMNS.items() if column.required]
 _MASKS = [name for name, column in COLUMNS.items() if column.encoding is Encoding.SPANS]
 
 
@@ -55,12 +56,7 @@ class TrainingSample:
     @classmethod
     def _of(cls, arrays: Mapping[str, PackedArray], values: Mapping[str, Any]) -> "TrainingSample":
         """Makes a sample without checking the rules; every caller passes it to `_judged`."""
-        missing = [
-            name
-            for name, column in COLUMNS.items()
-            if column.required and name not in arrays and name not in values
-        ]
-        if missing:
+        if missing := [name for name in _REQUIRED if name not in arrays and name not in values]:
             raise DataError(f"sample lacks {', '.join(missing)}")
         for name, value in values.items():
             _check_value(name, value)
@@ -166,7 +162,9 @@ def _fits(array: NDArray[Any], dtype: type) -> bool:
 
 
 def _check_value(name: str, value: Any) -> None:
-    column = COLUMNS[name]
+    column, kind = COLUMNS[name], type(value)
+    if kind is column.dtype or (kind in (float, int) and column.is_number):
+        return  # nearly always
     holds = Real if column.is_number else column.dtype
     if isinstance(holds, type) and isinstance(value, holds):
         return

@@ -93,7 +93,7 @@ from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
 from pellucid.transport.weights import weights_folder
 from pellucid.transport.weights_pull import WeightsPuller, open_offer_client
-from pellucid.workers import DaemonThreads, num_cores
+from pellucid.workers import DaemonThreads, keep_freed_memory, num_cores
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -431,6 +431,7 @@ def run_inference(config: InferenceRunConfig) -> None:
         from pellucid.inference.vllm_engine import restart_with_threads
 
         restart_with_threads(num_threads)
+    keep_freed_memory()
     torch.set_num_threads(num_threads)
     with bind(settings.host, settings.port) as listener:
         _serve(config, listener)

@@ -166,7 +166,8 @@ class PackedAttention(SharedAttention):
 
 
 class _Row(NamedTuple):
-    """One row of a call: a prefix, possibly empty, then the tokens of a member."""
+    """One row of a call: a prefix, possibly empty, then the tokens of a member, or of several in a masked
+    call."""
 
     prefix_start: int
     prefix: int
@@ -174,6 +175,18 @@ class _Row(NamedTuple):
     own: int
     num_dropped: int
     """Tokens of the prefix whose output is taken from another row."""
+
+    members: tuple[int, ...] = ()
+    """Own tokens of each member, in a masked call."""
+
+    @property
+    def cost(self) -> int:
+        """Pairs of tokens, and what it costs to gather the keys."""
+        return (self.own + _KEY_PAIRS) * (self.prefix + self.own)
+
+    def joined(self, other: "_Row") -> "_Row":
+        """Returns one masked row for the members of both, which lie side by side."""
+        return self._replace(own=self.own + other.own, members=self.members + other.members)
 
 
 def _calls(families: Sequence[Family], start: int) -> list["_SdpaCall"]:
@@ -183,7 +196,7 @@ def _calls(families: Sequence[Family], start: int) -> list["_SdpaCall"]:
         prefix, own_start, is_prefix_done = family.prefix, start + family.prefix, False
         for own in family.own:
             if is_masked(prefix, own):
-                masked.append(_Row(start, prefix, own_start, own, prefix))
+                _append_member(masked, _Row(start, prefix, own_start, own, prefix, (own,)))
             else:
                 causal.append(_Row(start, prefix, own_start, own, prefix if is_prefix_done else 0))
                 is_prefix_done = True
@@ -193,14 +206,24 @@ def _calls(families: Sequence[Family], start: int) -> list["_SdpaCall"]:
         start += family.num_tokens
     masks: dict[int, _Mask] = {}
     for row in masked:
-        if row.prefix not in masks or masks[row.prefix].num_own < row.own:
-            masks[row.prefix] = _Mask([row.prefix], row.own)
+        if len(row.members) == 1 and (row.prefix not in masks or masks[row.prefix].num_own < row.own):
+            masks[row.prefix] = _Mask([row])
     causal.sort(key=lambda row: row.prefix + row.own)
     masked.sort(key=lambda row: (row.prefix, row.own))
     return [
         *(_causal_call(rows) for rows in _alike(causal, _causal_pairs)),
         *(_masked_call(rows, masks) for rows in _alike(masked, _masked_pairs)),
     ]
+
+
+def _append_member(rows: list[_Row], row: _Row) -> None:
+    """Adds a member's row, joined with that of the member before it if one row for both costs less."""
+    if rows and rows[-1].prefix_start == row.prefix_start:
+        before, joined = rows[-1], rows[-1].joined(row)
+        if before.own_start + before.own == row.own_start and joined.cost <= before.cost + row.cost:
+            rows[-1] = joined
+            return
+    rows.append(row)
 
 
 class _SdpaCall:
@@ -236,7 +259,7 @@ class _SdpaCall:
 
 def _causal_call(rows: Sequence[_Row]) -> _SdpaCall:
     """Batches rows whose padding is at the end, where causality hides it."""
-    starts, prefixes, own_starts, own, dropped = torch.tensor(rows).T[:, :, None]
+    starts, prefixes, own_starts, own, dropped = _columns(rows)
     columns = torch.arange(int((prefixes + own).max()))
     behind = own_starts + (columns - prefixes).minimum(own - 1)
     tokens = torch.where(columns < prefixes, starts + columns, behind)
@@ -245,36 +268,50 @@ def _causal_call(rows: Sequence[_Row]) -> _SdpaCall:
 
 def _masked_call(rows: Sequence[_Row], masks: Mapping[int, "_Mask"]) -> _SdpaCall:
     """Batches members' own tokens, which attend to prefix and themselves; a mask hides padding."""
-    starts, prefixes, own_starts, own, _ = torch.tensor(rows).T[:, :, None]
+    starts, prefixes, own_starts, own, _ = _columns(rows)
     columns, prefix_columns = torch.arange(int(own.max())), torch.arange(int(prefixes.max()))
     tokens = own_starts + columns.minimum(own - 1)
     seen = torch.cat([starts + prefix_columns.minimum(prefixes - 1), tokens], dim=1)
-    is_one = len({row.prefix for row in rows}) == 1
-    mask = masks[rows[0].prefix] if is_one else _Mask([row.prefix for row in rows], len(columns))
+    mask = masks[rows[0].prefix] if _share_a_mask(rows) else _Mask(rows)
     return _SdpaCall(tokens, seen, columns < own, _masked_pairs(rows), mask)
 
 
-class _Mask:
-    """Mask of `num_own` tokens over a prefix and, causally, themselves: 0 where they attend, −inf elsewhere.
+def _columns(rows: Sequence[_Row]) -> list[Tensor]:
+    """Returns prefix starts, prefixes, own starts, own and dropped tokens of rows, each [rows, 1]."""
+    return list(torch.tensor([row[:5] for row in rows]).T[:, :, None])
 
-    With one prefix, rows with fewer own tokens use the same mask, cut at the end. All layers share it.
+
+class _Mask:
+    """Mask of own tokens over a prefix and, causally, those of their member: 0 where they attend, −inf
+    elsewhere.
+
+    Rows of one member with fewer tokens behind the same prefix use the same mask, cut at the end. All layers
+    share it.
     """
 
-    def __init__(self, prefixes: Sequence[int], num_own: int) -> None:
-        self.num_own = num_own
-        self._prefixes = prefixes
+    def __init__(self, rows: Sequence[_Row]) -> None:
+        self.num_own = max(row.own for row in rows)
+        self._rows = rows
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def like(self, query: Tensor) -> Tensor:
         """Makes the mask [rows or 1, 1, own, prefix + own], once per device and dtype of `query`."""
         key = (query.device, query.dtype)
         if key not in self._made:
-            own, lengths = self.num_own, torch.tensor(self._prefixes)[:, None, None]
-            in_prefix = (torch.arange(int(lengths.max())) < lengths).expand(-1, own, -1)
-            causal = torch.ones(own, own, dtype=torch.bool).tril().expand(len(lengths), -1, -1)
-            (is_seen,) = _moved([torch.cat([in_prefix, causal], dim=2)[:, None]], query.device)
+            num_own = self.num_own
+            lengths = torch.tensor([row.prefix for row in self._rows])[:, None, None]
+            in_prefix = (torch.arange(int(lengths.max())) < lengths).expand(-1, num_own, -1)
+            member = torch.tensor([_member_of_each(row, num_own) for row in self._rows])
+            is_same = member[:, :, None] == member[:, None, :]
+            (is_seen,) = _moved([torch.cat([in_prefix, is_same.tril()], dim=2)[:, None]], query.device)
             self._made[key] = query.new_zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)
         return self._made[key]
+
+
+def _member_of_each(row: _Row, num_columns: int) -> list[int]:
+    """Numbers the members of a row by token; padding belongs to the last."""
+    numbers = [number for number, own in enumerate(row.members) for _ in range(own)]
+    return numbers + [numbers[-1]] * (num_columns - len(numbers))
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -290,11 +327,14 @@ def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
     return chosen.view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
 
 
+_KEY_PAIRS = 64
+"""Cost of gathering a key and its value, in pairs of tokens."""
+
 _CALL_PAIRS = 1 << 14
 """Overhead of a call, in pairs of tokens: rows share a call if that adds at most so many pairs of padding."""
 
 _MASK_PAIRS = 1 << 20
-"""Largest mask, in pairs of tokens, of rows with different prefixes: each row needs a mask of its own."""
+"""Largest mask, in pairs of tokens, of rows that need one each: of different prefixes, or several members."""
 
 
 def _alike(rows: Sequence[_Row], pairs: Callable[[Sequence[_Row]], int]) -> list[list[_Row]]:
@@ -308,12 +348,17 @@ def _alike(rows: Sequence[_Row], pairs: Callable[[Sequence[_Row]], int]) -> list
             batches
             and pairs(merged) <= apart + _CALL_PAIRS
             and 4 * num_padded <= 5 * sum(r.prefix + r.own for r in merged)
-            and (merged[0].prefix == row.prefix or pairs(merged) <= _MASK_PAIRS)
+            and (_share_a_mask(merged) or pairs(merged) <= _MASK_PAIRS)
         ):
             batches[-1] = merged
         else:
             batches.append([row])
     return batches
+
+
+def _share_a_mask(rows: Sequence[_Row]) -> bool:
+    """Returns whether one mask does for all rows, or none is needed."""
+    return all(len(row.members) < 2 and row.prefix == rows[0].prefix for row in rows)
 
 
 def _causal_pairs(rows: Sequence[_Row]) -> int:

@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from signal import Signals
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pellucid.data.spans import SpanLog
 from pellucid.workers import DaemonThreads
@@ -95,7 +96,8 @@ async def cancel(tasks: Collection["asyncio.Task[None]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class PaceState(NamedTuple):
+@dataclass(slots=True)
+class PaceState:
     """One state of `Pace`, from `start` on."""
 
     name: str
@@ -105,7 +107,7 @@ class PaceState(NamedTuple):
     """Sum over the rollouts in flight of the seconds that they were so."""
 
     def merged(self, later: "PaceState") -> "PaceState":
-        return self._replace(end=later.end, rollout_s=self.rollout_s + later.rollout_s)
+        return replace(self, end=later.end, rollout_s=self.rollout_s + later.rollout_s)
 
 
 class Pace:
@@ -148,8 +150,8 @@ class Pace:
         now = self._spans.clock()
         passed_s = now - self._now.end
         self._blocked_s += passed_s if self._now.name == "wait_weights" else 0.0
-        rollout_s = self._now.rollout_s + passed_s * self._num_inflight
-        self._now = self._now._replace(end=now, rollout_s=rollout_s)
+        self._now.end = now
+        self._now.rollout_s += passed_s * self._num_inflight
         is_blocked, self._num_inflight = self._look()
         name = "sample" if self._num_asking else "environment" if self._num_inflight else "idle"
         name = "wait_weights" if is_blocked else name

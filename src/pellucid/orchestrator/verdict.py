@@ -177,13 +177,14 @@ def _token_columns(turns: Sequence[Turn]) -> dict[str, Any]:
     spans = [(turn.num_prompt_tokens, turn.num_tokens) for turn in turns]
     trainable = [span for span, turn in zip(spans, turns, strict=True) if turn.trainable]
     runs = [run for turn in turns for run in turn.policy_versions]
+    tokens = [turn.tokens for turn in turns]
     return {
         "token_ids": token_ids,
         "loss_mask": PackedArray.of_spans(trainable, len(token_ids)),
         "sampled": PackedArray.of_spans(spans, len(token_ids)),
-        "inference_logprobs": np.concatenate([turn.tokens.logprobs for turn in turns]),
+        "inference_logprobs": np.concatenate([each.logprobs for each in tokens]),
         "policy_versions": PackedArray.of_runs(runs, np.int32),
-        "routed_experts": join_experts([turn.tokens.routed_experts for turn in turns]),
-        "expert_weights": join_experts([turn.tokens.expert_weights for turn in turns]),
+        "routed_experts": join_experts([each.routed_experts for each in tokens]),
+        "expert_weights": join_experts([each.expert_weights for each in tokens]),
         **join_columns(turns),
     }

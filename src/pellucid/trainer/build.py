@@ -26,7 +26,7 @@ from pellucid.trainer.batches import BatchSource
 from pellucid.trainer.optimizer import Optimizer, TrainedWeights
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run
-from pellucid.workers import num_cores
+from pellucid.workers import keep_freed_memory, num_cores
 
 if TYPE_CHECKING:
     from pellucid.transport.weights_offer import WeightsOffer
@@ -41,6 +41,7 @@ def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -
     That is the whole model or, with LoRA, one adapter per run; several runs need LoRA.
     """
     settings = config.trainer
+    keep_freed_memory()
     torch.set_num_threads(max(1, (settings.threads or num_cores()) // ranks.num_local))
     torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment or a library says
     torch.manual_seed(config.seed)
