@@ -6,19 +6,22 @@
 
 - Tensors travel as bytes in the safetensors format (`mm_tensors`). Pixels stay the integers that resizing
   gives, which is a quarter of the bytes; the model is given `pixels · scale + shift`.
-- The tokens in the place of an image are told by the prompt, never by their ids: a model may sample `<image>`.
+- The prompt tells which tokens stand for images, not their ids: a model may sample `<image>`.
 - As many tokens stand for images as their tensors give; everything that takes a sample in checks it.
 """
 
 import base64
 import binascii
 import io
+import shutil
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from pellucid.data.plain import brief
@@ -78,8 +81,8 @@ class ImageShape:
         side = self.patch_size * self.scale_factor
         if height != width or height % side:
             raise DataError(
-                f"has tiles of {height} × {width} pixels; the model takes squares whose side is a multiple of "
-                f"{side} (patch_size × scale_factor in its config.json)"
+                f"has tiles of {height} × {width} pixels; the model takes squares whose side is a multiple "
+                f"of {side} (patch_size × scale_factor in its config.json)"
             )
         return int(num_tiles * (height // side) ** 2)
 
@@ -106,7 +109,8 @@ def pack_images(images: Sequence[ImageArrays]) -> bytes:
         raise DataError(f"the images of a prompt have tiles of {sorted(sizes)}; they need one size")
     first = images[0]
     pixels = np.ascontiguousarray(np.concatenate([image["pixels"] for image in images]))
-    return save({"pixels": pixels, "scale": first["scale"], "shift": first["shift"]})
+    payload: bytes = save({"pixels": pixels, "scale": first["scale"], "shift": first["shift"]})
+    return payload
 
 
 def unpack_images(mm_tensors: bytes) -> ImageArrays:
@@ -122,7 +126,12 @@ def unpack_images(mm_tensors: bytes) -> ImageArrays:
         found = ", ".join(f"{name} of {array.dtype}" for name, array in sorted(arrays.items()))
         raise DataError(f"holds {found or 'nothing'}; expected pixels of uint8, scale and shift of float32")
     pixels, scale, shift = (arrays[name] for name in _DTYPES)
-    if pixels.ndim != 4 or pixels.shape[1] != 3 or 0 in pixels.shape or not scale.shape == shift.shape == (3,):
+    if (
+        pixels.ndim != 4
+        or pixels.shape[1] != 3
+        or 0 in pixels.shape
+        or not scale.shape == shift.shape == (3,)
+    ):
         raise DataError(
             f"has pixels of {pixels.shape}, scale of {scale.shape} and shift of {shift.shape}; expected "
             "[tiles, 3, height, width], [3] and [3]"
@@ -155,23 +164,42 @@ class ImageProcessor:
         vocabulary = tokenizer.get_vocab()
         if missing := [each for each in (self._around, self._whole) if each not in vocabulary]:
             raise ModelError(
-                f"model.name = {name!r}: its tokenizer has no token {' or '.join(missing)}, which stand around "
-                "images; use the tokenizer that the model was trained with"
+                f"model.name = {name!r}: its tokenizer has no token {' or '.join(missing)}, which stand "
+                "around images; use the tokenizer that the model was trained with"
             )
+        self._reads_parts = _reads_parts(tokenizer)
         self._made: OrderedDict[str, tuple[str, ImageArrays]] = OrderedDict()
 
-    def expand(self, text: str, urls: Sequence[str]) -> str:
-        """Writes the tokens of each image in the place of its marker; raises RolloutError for other markers."""
+    def for_template(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Gives the contents of messages the form that the model's chat template reads: text with a marker
+        for each image, or parts of both types."""
+        return [
+            {**message, "content": self._content(message["content"])} if "content" in message else {**message}
+            for message in messages
+        ]
+
+    def _content(self, content: Any) -> Any:
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if self._reads_parts:
+            return [{"type": "image"} if image_url(part) is not None else part for part in parts]
+        return "".join(self.marker if image_url(part) is not None else part["text"] for part in parts)
+
+    def expand(self, text: str, messages: Iterable[Mapping[str, Any]]) -> str:
+        """Writes the tokens of each image in the place of its marker; RolloutError for other markers."""
+        urls = urls_of(messages)
         first, *rest = text.split(self.marker)
         if len(rest) != len(urls):
             raise RolloutError(
-                f"the prompt has {len(rest)} times {self.marker} and {len(urls)} images; leave the marker out of "
-                "texts, and use a chat template that writes it once for each image"
+                f"the prompt has {len(rest)} times {self.marker} and {len(urls)} images; leave the "
+                "marker out of texts, and use a chat template that writes it once for each image"
             )
         return first + "".join(self._image(url)[0] + part for url, part in zip(urls, rest, strict=True))
 
-    def prompt(self, token_ids: Sequence[int], urls: Sequence[str]) -> ImagePrompt:
-        """Adds the tensors of its images to a prompt."""
+    def prompt(self, token_ids: list[int], messages: Iterable[Mapping[str, Any]]) -> list[int]:
+        """Adds the tensors of the messages' images to their token ids; without images, nothing."""
+        urls = urls_of(messages)
+        if not urls:
+            return token_ids
         try:
             tensors = pack_images([self._image(url)[1] for url in urls])
         except DataError as error:
@@ -190,7 +218,11 @@ class ImageProcessor:
         from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
         made = self._processor(
-            [[_decode(url)]], return_row_col_info=True, do_rescale=False, do_normalize=False, return_tensors="np"
+            [[_decode(url)]],
+            return_row_col_info=True,
+            do_rescale=False,
+            do_normalize=False,
+            return_tensors="np",
         )
         pixels = made["pixel_values"][0]
         if not np.array_equal(pixels, pixels.astype(np.uint8)):
@@ -209,22 +241,52 @@ class ImageProcessor:
         return written, arrays
 
 
-def load_image_processor(tokenizer: Any) -> ImageProcessor | None:
-    """Loads the image processor beside a tokenizer; None if the model there takes text alone."""
+def _reads_parts(tokenizer: Any) -> bool:
+    """Returns whether the chat template reads contents as lists of parts: it leaves out a plain text."""
+    text = "pellucid"
+    try:
+        written = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    except (TemplateError, TypeError, ValueError):
+        return True
+    return text not in written
+
+
+def read_image_shape(name: str) -> ImageShape | None:
+    """Reads how a model turns images into tokens; None if it takes text alone, or cannot be read: whoever
+    loads it says what is wrong with it."""
     from transformers import AutoConfig
 
-    name = getattr(tokenizer, "name_or_path", "")
-    if not name:
-        return None
     try:
-        shape = ImageShape.of(AutoConfig.from_pretrained(name, trust_remote_code=False))
+        return ImageShape.of(AutoConfig.from_pretrained(name, trust_remote_code=False))
     except (OSError, ValueError):
-        return None  # a tokenizer without a model; whoever loads the model says what is wrong with it
+        return None
+
+
+def load_image_processor(tokenizer: Any) -> ImageProcessor | None:
+    """Loads the image processor beside a tokenizer; None if the model there takes text alone."""
+    name = getattr(tokenizer, "name_or_path", "")
+    shape = read_image_shape(name) if name else None
     return None if shape is None else ImageProcessor(tokenizer, shape)
 
 
+def copy_image_processor(name: str, folder: Path) -> None:
+    """Copies the settings of a model's image processor, so that `folder` is whole."""
+    from transformers.utils import cached_file
+
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        if found := cached_file(name, file, _raise_exceptions_for_missing_entries=False):
+            shutil.copyfile(found, folder / file)
+
+
+def urls_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Lists the URLs of the images of messages, in order."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [url for part in parts if (url := image_url(part)) is not None]
+
+
 def image_url(part: Any) -> str | None:
-    """Returns the URL of a part of a message's content that is an image, in OpenAI's form; None for others."""
+    """Returns the URL of a part of a content that is an image, in OpenAI's form; None for other parts."""
     match part:
         case {"type": "image_url", "image_url": {"url": str(url)} | str(url)}:
             return url
@@ -245,7 +307,9 @@ def _decode(url: str) -> Any:
     try:
         image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
         if image.width * image.height > _MAX_PIXELS:
-            raise RolloutError(f"the image has {image.width} × {image.height} pixels; at most {_MAX_PIXELS} fit")
+            raise RolloutError(
+                f"the image has {image.width} × {image.height} pixels; at most {_MAX_PIXELS} fit"
+            )
         return image.convert("RGB")
     except (binascii.Error, UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
         raise RolloutError(f"the image cannot be read: {first_line(error)}") from error

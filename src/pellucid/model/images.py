@@ -56,8 +56,8 @@ def embed(hf: Any, token_ids: Tensor, images: ImageInputs) -> Tensor:
         (features,) = hf.get_image_features(pixel_values[None]).pooler_output
         if len(features) < len(places):  # HF leaves out a tile whose values are all 0
             raise ModelError(
-                f"{type(hf).__name__} makes {len(features)} embeddings of images that {len(places)} tokens stand "
-                "for; transformers leaves out a tile whose values are all exactly 0"
+                f"{type(hf).__name__} makes {len(features)} embeddings of images in the place of "
+                f"{len(places)} tokens; transformers leaves out a tile whose values are all exactly 0"
             )
         of_places = features[: len(places)].to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, places, of_places)

@@ -60,7 +60,7 @@ def load_policy(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,  # left out, transformers asks on the terminal
-            )
+            ),
         )
     except Exception as error:  # of all kinds: OSError, ValueError, SafetensorError, of strict dataclasses
         raise ModelError(_not_loadable(config.name, error)) from error
@@ -177,7 +177,7 @@ def prove_unread(
                 dtype=torch.float32,
                 attn_implementation=attention,
                 output_loading_info=True,
-            )
+            ),
         )
     except Exception as error:
         raise NotByRows(first_line(error)) from error
@@ -200,11 +200,6 @@ def _random(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torc
     if tensor.dim() > 1:
         return drawn.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
     return drawn.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.1, generator=generator)
-
-
-def image_shape(config: ModelConfig) -> ImageShape | None:
-    """Reads how the model turns images into tokens, without loading the weights; None: it takes text alone."""
-    return ImageShape.of(read_config(config))
 
 
 def vocab_size(config: ModelConfig) -> int:
@@ -245,7 +240,7 @@ def empty_model(config: ModelConfig, device: str | torch.device = "meta") -> tor
                 dtype=torch.float32,
                 attn_implementation=attention,
                 trust_remote_code=False,
-            )
+            ),
         )
     made: torch.nn.Module = model
     return made

@@ -239,9 +239,7 @@ class Policy(nn.Module):
         if self.way == "rows":
             return self._hidden_in_rows(token_ids[0], self.rows_of(plan), embeddings)[None]
         inputs = {"input_ids": token_ids} if embeddings is None else {"inputs_embeds": embeddings[None]}
-        output = self.base(
-            **inputs, position_ids=positions, use_cache=False, plan=plan, windows=self.windows
-        )
+        output = self.base(**inputs, position_ids=positions, use_cache=False, plan=plan, windows=self.windows)
         states: Tensor = output.last_hidden_state
         return states
 

@@ -177,7 +177,8 @@ def _prove_images(policy: Policy, shape: ImageShape) -> None:
         found = policy.logits(policy.hidden(sequence[None], positions[None], plan, embeddings)[0])
     if gap := _gap(policy, found, alone):
         raise ModelError(
-            f"{_name(policy)}: a sequence with an image has other logprobs than HF's own forward, {gap}; {NOT_YET}"
+            f"{_name(policy)}: a sequence with an image has other logprobs than HF's own forward, {gap}; "
+            f"{NOT_YET}"
         )
 
 

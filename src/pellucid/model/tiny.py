@@ -134,7 +134,9 @@ def make_tiny_vision_model(
 
     quiet_transformers()
     tokenizer = character_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(IMAGE_TOKENS)}, replace_extra_special_tokens=False)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(IMAGE_TOKENS)}, replace_extra_special_tokens=False
+    )
     size = {"longest_edge": image_size}
     processor = getattr(transformers, f"{family}ImageProcessorPil")(
         size=size, max_image_size=size, do_image_splitting=False

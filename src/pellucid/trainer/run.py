@@ -17,7 +17,7 @@ from pellucid.checkpoint import STATE, Progress, newest_intact, take_back
 from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
-from pellucid.data.rules import check_expert_weights, check_experts, check_text
+from pellucid.data.rules import check_expert_weights, check_experts, check_images, check_text
 from pellucid.data.spans import SpanLog
 from pellucid.data.tensors import TokenTensors
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, working
@@ -216,7 +216,10 @@ class Run:
         """Raises DataError if the model cannot train on these samples."""
         if table.num_sequences == 0:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
-        check_text(table.columns)
+        if self.policy.images is None:
+            check_text(table.columns)
+        else:
+            check_images(table.columns, self.policy.images)
         if self.policy.replay is not None:
             shape = self.policy.replay.shape
             check_experts(table.columns, shape.experts)
@@ -281,7 +284,7 @@ class Run:
         if self._reduces_once and isinstance(self.policy, FSDPModule):
             self.policy.set_requires_gradient_sync(micro_batch.is_last)
         self.trained.activate()
-        output: TokenOutput = self.policy(*_arguments(micro_batch))
+        output: TokenOutput = self.policy(*_arguments(micro_batch), images=micro_batch.images)
         return output
 
     def predict(self, tokens: TokenTensors, layout: Layout) -> TokenOutput:
