@@ -2,8 +2,8 @@
 
     python examples/dots/prepare.py outputs/dots
 
-writes `model/` (a SmolVLM of 0.3 M parameters) and `warmup.jsonl`: chats without a picture that answer with any
-number, so that the warmed-up model knows the form of an answer and nothing about dots.
+writes `model/` (a SmolVLM of 0.2 M parameters) and `warmup.jsonl`: chats without a picture that answer with
+any number, so that the warmed-up model knows the form of an answer and nothing about dots.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from examples.dots.count_dots import MAX_DOTS, QUESTION, SIDE
+from count_dots import MAX_DOTS, QUESTION, SIDE
 from pellucid.model.tiny import make_tiny_vision_model
 
 NUM_EXAMPLES = 512
