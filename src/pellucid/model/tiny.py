@@ -128,7 +128,10 @@ def make_tiny_vision_model(
     seed: int = 0,
 ) -> None:
     """Writes a model that reads images, its tokenizer and its image processor, which does not cut images into
-    tiles. An image becomes (image_size ÷ patch_size ÷ scale_factor)² tokens, here 4."""
+    tiles. An image becomes (image_size ÷ patch_size ÷ scale_factor)² tokens, here 4.
+
+    Its weights are larger than usual, so that a picture matters even before training.
+    """
     import transformers
     from transformers import AutoModelForImageTextToText
 
@@ -165,9 +168,12 @@ def make_tiny_vision_model(
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight *= 4 if "layers" in name else 5
     for each in (model, tokenizer, processor):
         each.save_pretrained(folder)
 
