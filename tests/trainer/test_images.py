@@ -12,15 +12,15 @@ from pellucid.config import ModelConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.images import ImagePrompt, ImageShape
 from pellucid.data.tokenizer import load_tokenizer
-from pellucid.errors import ConfigError, DataError, PayloadError
+from pellucid.errors import ConfigError, DataError, ModelError, PayloadError
 from pellucid.ledger import Journal, Stage, read_journal
-from pellucid.model import load_policy
+from pellucid.model import load_policy, proof
 from pellucid.model.tiny import make_tiny_vision_model
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.packing import pack_batch
 from pellucid.trainer.batches import OrchestratorBatches, open_batches
-from pellucid.trainer.build import build_run
+from pellucid.trainer.build import build_run, check_way
 from pellucid.trainer.loop import accumulate, train
 from pellucid.transport import Batch, FilesystemSender, MemoryChannel, decode_batch, encode_batch
 from pellucid.transport.sections import Limits
@@ -292,8 +292,6 @@ def test_what_is_not_proven_for_images_is_refused(vision_model, tmp_path) -> Non
     policy = load_policy(ModelConfig(name=str(vision_model)))
     policy.go_in_rows("its layers keep a state")
     with pytest.raises(ConfigError, match="cp = 2 needs packed sequences"):
-        from pellucid.trainer.build import check_way
-
         check_way(policy, settings(vision_model, tmp_path).trainer.model.model_copy(update={"cp": 2}))
 
 
@@ -302,10 +300,16 @@ def test_every_family_is_proven_with_an_image_at_load(tmp_path, family, monkeypa
     make_tiny_vision_model(tmp_path, hidden_size=32, family=family)
     policy = load_policy(ModelConfig(name=str(tmp_path)), max_length=64)
     assert (policy.way, policy.images) == ("packed", SHAPE)
-    from pellucid.errors import ModelError
-    from pellucid.model import proof
-
     embed = type(policy).embed
     monkeypatch.setattr(type(policy), "embed", lambda self, ids, images: embed(self, ids, images).flip(0))
     with pytest.raises(ModelError, match="a sequence with an image has other logprobs than HF's own"):
         proof.prove(policy, 64)
+
+
+def test_other_families_with_images_are_refused_with_those_that_train(tmp_path) -> None:
+    """Named before any weights are read, which the folder does not have."""
+    from transformers import Qwen2_5_VLConfig
+
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="of those with images, idefics3 and smolvlm .* are trained"):
+        load_policy(ModelConfig(name=str(tmp_path)))
