@@ -1,4 +1,4 @@
-"""The example that counts dots: pictures through engine, orchestrator and trainer until the model sees more."""
+"""The example that counts dots: pictures through engine, orchestrator and trainer, until the model sees."""
 
 import json
 import os
