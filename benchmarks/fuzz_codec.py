@@ -55,7 +55,7 @@ _FLOATS = [
 _COUNTS = ["step", "num_sequences", "num_tokens", "num_sampled", "num_trainable"]
 _GIVEN = {
     *("token_ids", "loss_mask", "sampled", "inference_logprobs", "policy_versions", "routed_experts"),
-    *("teacher_logprobs", "temperatures", "advantages", "mm_token_types"),
+    *("teacher_logprobs", "temperatures", "advantages", "mm_token_type_ids"),
 }
 """Columns of a sample that are drawn; newer ones are filled."""
 
@@ -83,7 +83,7 @@ def make_batches(generator: Generator) -> list[Batch]:
             teacher_logprobs=-generator.random(75),
             temperatures=0.5 + generator.random(70),
             advantages=generator.normal(size=70),
-            mm_token_types=np.arange(75) > 60,
+            mm_token_type_ids=np.arange(75) > 60,
             mm_tensors=b"opaque" * index,
             role_spans=[("user", 0, 5), ("assistant", 5, 75)],
             **{
@@ -125,8 +125,8 @@ def make_batches(generator: Generator) -> list[Batch]:
 def _sample(
     generator: Generator, index: int, *, prompt: int, completion: int, **columns: Any
 ) -> TrainingSample:
-    if "mm_token_types" in columns:
-        columns["mm_token_types"] = columns["mm_token_types"].astype(np.uint8)
+    if "mm_token_type_ids" in columns:
+        columns["mm_token_type_ids"] = columns["mm_token_type_ids"].astype(np.uint8)
     return TrainingSample.from_turn(
         np.arange(prompt),
         generator.integers(0, VOCAB_SIZE, completion),

@@ -83,6 +83,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a two-layer SmolVLM, its character tokenizer and its image processor."""
+    from pellucid.model.tiny import make_tiny_vision_model
+
+    folder = tmp_path_factory.mktemp("vision_model")
+    make_tiny_vision_model(folder, hidden_size=32)
+    return folder
+
+
 class Launcher:
     """The launcher's end of the pipe from this process."""
 

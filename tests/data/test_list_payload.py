@@ -29,7 +29,7 @@ def test_golden_payloads(case, form) -> None:
     assert arrays["inference_logprobs"].tobytes().hex() == packed_hex(case, "completion_logprobs")
     assert arrays["loss_mask"].tolist() == inputs["prompt_mask"] + inputs["completion_mask"]
     assert arrays["sampled"].tolist() == [index >= num_prompt for index in range(sample.length)]
-    for name, old in (("teacher_logprobs", "teacher_logprobs"), ("mm_token_types", "mm_token_type_ids")):
+    for name, old in (("teacher_logprobs", "teacher_logprobs"), ("mm_token_type_ids", "mm_token_type_ids")):
         expected = packed_hex(case, old)
         assert (arrays[name].tobytes().hex() if name in arrays else "") == expected
     assert sample.values == {

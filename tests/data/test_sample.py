@@ -110,7 +110,7 @@ def test_a_sample_with_every_column() -> None:
         teacher_logprobs=[-1.0, -2.0, -3.0],
         routed_experts=experts,
         expert_weights=experts / np.float32(32),
-        mm_token_types=[0, 1, 1],
+        mm_token_type_ids=[0, 1, 1],
         mm_tensors=b"opaque",
         temperature=0.9,
         advantage=1.5,

@@ -222,7 +222,10 @@ REFUSED = [
     ({"stop": ["x"] * 17}, r"length <= 16 - at `\$.stop`"),
     ({"stop": "x" * 1001}, r"length <= 1000 - at `\$.stop`"),
     ({"messages": []}, "length >= 1"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Invalid enum value 'image_url'"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "missing required field `image_url`",
+    ),
     ({"messages": [{"role": "tool", "content": "1", "tool_call_id": "x"}]}, "unknown field `tool_call_id`"),
 ]
 

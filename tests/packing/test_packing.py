@@ -122,14 +122,14 @@ def test_modes_and_runs_get_their_own_micro_batches() -> None:
 
 
 def test_samples_with_tensors_of_another_modality_get_their_own_micro_batches() -> None:
-    image = sample(3, start=10, mm_tensors=b"pixels", mm_token_types=[0, 1, 0])
+    image = sample(3, start=10, mm_tensors=b"pixels", mm_token_type_ids=[0, 1, 0])
     packed = pack_batch(
         TokenTable.from_samples([sample(3), image, sample(3, start=20)]), seq_len=9, max_tokens=9
     )
     parts = {part.kind: part.table for part in packed.micro_batches(0)}
     assert parts.keys() == {Kind("rl", "r"), Kind("rl", "r", is_multimodal=True)}
     assert parts[Kind("rl", "r")]["sample_id"].tolist() == ["0", "20"]
-    assert parts[Kind("rl", "r", is_multimodal=True)]["mm_token_types"].tolist() == [0, 1, 0]
+    assert parts[Kind("rl", "r", is_multimodal=True)]["mm_token_type_ids"].tolist() == [0, 1, 0]
 
 
 def test_a_dummy_has_every_column_but_nothing_to_train() -> None:

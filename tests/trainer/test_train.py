@@ -115,13 +115,15 @@ def test_the_gradient_does_not_depend_on_sharing_prompts(tiny_model, tmp_path) -
     ("columns", "message"),
     [
         ({"mm_tensors": b"pixels"}, "sequence 2: mm_tensors holds multimodal tensors"),
-        ({"mm_token_types": [0, 1, 0]}, "sequence 2: mm_token_types holds multimodal tokens"),
+        ({"mm_token_type_ids": [0, 1, 0]}, "sequence 2: mm_token_type_ids holds multimodal tokens"),
     ],
 )
 def test_samples_that_are_not_text_alone_are_refused(tiny_model, tmp_path, columns, message) -> None:
     """Types of 0 are text, and no bytes are no tensors."""
     text = [
-        TrainingSample.from_turn([1, 2], [3], [-1.0], env_name="a", mm_token_types=[0, 0, 0], mm_tensors=b""),
+        TrainingSample.from_turn(
+            [1, 2], [3], [-1.0], env_name="a", mm_token_type_ids=[0, 0, 0], mm_tensors=b""
+        ),
         TrainingSample.from_turn([1], [2], [-1.0], env_name="a", advantage=1.0),
     ]
     settings = config(tiny_model, tmp_path)

@@ -456,7 +456,7 @@ def test_what_the_model_cannot_train_on_is_refused_before_it_is_delivered() -> N
     rich = encode_batch(make_batches(np.random.default_rng(0))[2])
     decode_batch(rich, sender="test", limits=Limits(experts=(2, 2, 4)))
     for limits, message in (
-        (Limits(text_only=True), "mm_tensors holds multimodal tensors, and the trainer computes text alone"),
+        (Limits(text_only=True), "mm_tensors holds multimodal tensors, and the model computes text alone"),
         (Limits(experts=(2, 4, 4)), "routed_experts has 2 layers × 2 experts per token; the model has 2 × 4"),
         (Limits(experts=(2, 2, 3)), "routed_experts holds 3; the model has 3 experts"),
     ):

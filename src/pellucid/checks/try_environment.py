@@ -26,6 +26,7 @@ from rich.text import Text
 from pellucid.config import EnvConfig, InferenceConfig, InferenceRunConfig, ModelConfig
 from pellucid.config.tools import EnvSettings
 from pellucid.data import Completion, Rollout, Turn
+from pellucid.data.images import tensors_of
 from pellucid.data.plain import printable, to_json
 from pellucid.data.tokenizer import byte_tokenizer, fingerprint, load_tokenizer
 from pellucid.errors import ConfigError, ModelError
@@ -219,7 +220,8 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        request = GenerateRequest(list(prompt_ids), params, account, request_id)
+        images = tensors_of(prompt_ids)
+        request = GenerateRequest(list(prompt_ids), params, account, request_id, mm_tensors=images)
         [completion] = await self._thread.complete([request])
         return completion
 

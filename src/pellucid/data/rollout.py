@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from pellucid.data.images import ImagePrompt
 from pellucid.data.packed import PackedArray
 from pellucid.data.plain import clip_middle, encodable, to_json
 from pellucid.data.schema import COLUMNS, TrainingMode
@@ -288,6 +289,7 @@ class Turn:
         "_text",
         "_trace",
         "finish_reason",
+        "images",
         "link",
         "num_prompt_tokens",
         "num_tokens",
@@ -314,6 +316,10 @@ class Turn:
         text = encodable(text)
         self._text = text if len(text) < _LONG_TEXT else zlib.compress(text.encode(), level=1)
         self.num_prompt_tokens = len(prompt_ids)
+        self.images = (
+            (prompt_ids.mm_tensors, prompt_ids.token_id) if isinstance(prompt_ids, ImagePrompt) else None
+        )
+        """Tensors of the images of its prompt, and the id of the token that stands for them; None without."""
         self.num_tokens = len(completion.token_ids)
         self.policy_versions = completion.policy_versions
         self.finish_reason = clip_middle(encodable(completion.finish_reason), _MAX_REASON)
@@ -428,7 +434,7 @@ class Turn:
 
     def forget_tokens(self) -> None:
         """Frees the tokens; counts and text stay."""
-        self._line = self._experts = self._expert_weights = None
+        self._line = self._experts = self._expert_weights = self.images = None
         self._columns = _NO_COLUMNS
 
     @property

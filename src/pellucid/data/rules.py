@@ -11,8 +11,8 @@
 - factors of the loss of a trainable token stay within float32: see `_RANGES`
 
 The same function checks a sample when it is built and a batch when it arrives. A trainer has two more rules
-for a batch. It is text alone: the model's forward takes no pixels or sound, and would train their places as
-words. With router replay, every token has experts, and they fit the model.
+for a batch. It is text alone, or the images of each sample fill the tokens in their place: a model that takes
+no pixels would train these as words. With router replay, every token has experts, and they fit the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.data.images import FAMILIES, IMAGE, ImageShape
 from pellucid.data.rows import (
     BitRows,
     CellRows,
@@ -236,14 +237,39 @@ def _check_roles(rows: Rows, lengths: Integers) -> None:
 
 
 def check_text(columns: Mapping[str, Rows]) -> None:
-    """Raises ColumnError with the first sequence that is not text alone."""
-    for name, what in (("mm_tensors", "multimodal tensors"), ("mm_token_types", "multimodal tokens")):
+    """Raises ColumnError with the first sequence that is not text alone, which is all the model takes."""
+    for name, what in (("mm_tensors", "multimodal tensors"), ("mm_token_type_ids", "multimodal tokens")):
         if name in columns and any(piece.any() for piece in columns[name].all_pieces()):
             rule = (
-                f"holds {what}, and the trainer computes text alone: it would train on their places as if "
-                "they were words; leave such samples out"
+                f"holds {what}, and the model computes text alone: it would train on their places as if "
+                f"they were words; leave such samples out, or train a model of {' or '.join(FAMILIES)}"
             )
             raise ColumnError(name, _first_owner(columns[name], columns[name].array.astype(np.bool_)), rule)
+
+
+def check_images(columns: Mapping[str, Rows], shape: ImageShape) -> None:
+    """Raises ColumnError with the first sequence whose images and the tokens in their place do not agree."""
+    types, tensors = columns.get("mm_token_type_ids"), columns.get("mm_tensors")
+    if types is None and tensors is None:
+        return
+    lengths = columns["token_ids"].lengths
+    places = np.zeros(len(lengths), np.int64)
+    if types is not None:
+        flat = types.array
+        if flat.max(initial=0) > IMAGE:
+            row = _first_owner(types, flat > IMAGE)
+            raise ColumnError(
+                "mm_token_type_ids",
+                row,
+                f"holds {flat.max()}; {IMAGE} is an image and 0 is text, no other is known",
+            )
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        places = np.bincount(owner, flat == IMAGE, len(lengths)).astype(np.int64)
+    payloads = [b""] * len(lengths) if tensors is None else tensors.array.tolist()
+    names = columns["sample_id"].array.tolist() if "sample_id" in columns else [""] * len(lengths)
+    for row, (num_places, payload, name) in enumerate(zip(places.tolist(), payloads, names, strict=True)):
+        if (payload or num_places) and (reason := shape.why_not(num_places, payload)):
+            raise ColumnError("mm_tensors", row, f"{f'of sample {name} ' if name else ''}{reason}")
 
 
 _COLUMN = "routed_experts"

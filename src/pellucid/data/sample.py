@@ -322,7 +322,7 @@ def read_list_payload(payload: bytes) -> TrainingSample:
         temperature=old.completion_temperature,
         teacher_logprobs=values("teacher_logprobs"),
         routed_experts=None if old.routed_experts is None else old.routed_experts.array(),
-        mm_token_types=values("mm_token_type_ids"),
+        mm_token_type_ids=values("mm_token_type_ids"),
         mm_tensors=None if bytes(old.mm_tensors) == b"\xc0" else bytes(old.mm_tensors),
         env_name=old.env_name,
         advantage=old.advantage,

@@ -234,8 +234,9 @@ _DECLARED = (
     Column("expert_weights", "weights that the engine gave the token's experts; null where it recorded none",
         np.float32, np.nan,
         shares_prompts=True, dims=("layers", "top_k"), read_by="forward", exported=False),
-    Column("mm_token_types", "modality of the token; 0 is text", np.uint8, 0,
-        encoding=Encoding.RUNS, read_by="forward", exported=False),
+    Column("mm_token_type_ids", "modality of the token: 0 is text, 1 is a part of an image", np.uint8, 0,
+        encoding=Encoding.RUNS,
+        few_values=True, label="modality", formula="mm", optional=True, key="modality"),
     Column("role_spans", "chat roles as [role, start, stop] in tokens", RoleSpans, (), Axis.SEQUENCES),
     _text("example_id", "example of the environment"),
     _text("group_id", "group of the rollout"),
@@ -257,7 +258,7 @@ _DECLARED = (
 SCHEMA = {column.name: column for column in _DECLARED}
 
 _WIRE_ORDER = (
-    *("token_ids", "loss_mask", "sampled", "teacher_logprobs", "routed_experts", "mm_token_types"),
+    *("token_ids", "loss_mask", "sampled", "teacher_logprobs", "routed_experts", "mm_token_type_ids"),
     *("inference_logprobs", "policy_versions", "temperatures", "advantages"),
     *("temperature", "advantage", "reward", "training_mode", "env_name", "example_id", "group_id"),
     *("rollout_id", "sample_id", "run_id", "stop_reason", "role_spans", "mm_tensors"),

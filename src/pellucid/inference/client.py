@@ -67,8 +67,9 @@ class InferenceClient(Protocol):
     ) -> Completion:
         """Samples one completion. Raises InferenceError with the server's reason.
 
-        `request_id` is the caller's own name for the request, unique while it runs. To give a request up,
-        call `abort` and still await the answer, so that every sampled token is accounted for.
+        A prompt with images is an `ImagePrompt`. `request_id` is the caller's own name for the request,
+        unique while it runs. To give a request up, call `abort` and still await the answer, so that every
+        sampled token is accounted for.
         """
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
@@ -132,6 +133,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     compact: bool = False
     """Makes `generate` return logprobs as one list of numbers instead of an object per token."""
 
+    mm_tensors: bytes = b""
+    """Tensors of the prompt's images, in base64 (see `data/images.py`); default: the common ones, with the
+    prompt."""
+
 
 class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`POST /update_weights`: serve policy version `version` from the published folder, or as offered."""
@@ -190,10 +195,15 @@ class GenerateManyRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: list[int] = []
     """The common prompt, sent once: a group with a long one would exceed the limit of a body otherwise."""
 
+    mm_tensors: bytes = b""
+    """Tensors of the images of the common prompt."""
+
     def members(self) -> list[GenerateRequest]:
         """Each request with its prompt; those with the common one share it in memory, too."""
         return [
-            each if each.token_ids else msgspec.structs.replace(each, token_ids=self.token_ids)
+            each
+            if each.token_ids
+            else msgspec.structs.replace(each, token_ids=self.token_ids, mm_tensors=self.mm_tensors)
             for each in self.requests
         ]
 

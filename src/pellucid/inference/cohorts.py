@@ -49,6 +49,8 @@ class _Cohort:
 class CohortDecoder(Decoder[CohortRow]):
     def __init__(self, policy: Policy, max_length: int, recorder: ExpertRecorder | None) -> None:
         self._policy = policy
+        if policy.images is not None:
+            self.why_no_images = f"its sequences go in rows ({policy.why_rows})"
         self._device = policy.device
         self._method = choose_method(policy, max_length)
         self.starts_together = self._method.is_batched and not self._method.joins

@@ -40,9 +40,14 @@ class Prompt(Generic[RowT]):
 
     token_ids: NDArray[np.int64]
     rows: list[RowT]
+    mm_tensors: bytes = b""
+    """Tensors of its images."""
 
 
 class Decoder(ABC, Generic[RowT]):
+    why_no_images = "the model takes text alone"
+    """Why prompts with images cannot be computed; empty if they can."""
+
     starts_together = False
     """Whether requests that wait with the same prompt should start in one step, which makes later steps
     cheaper; else they start as slots get free."""

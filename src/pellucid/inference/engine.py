@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pellucid.data import PackedArray
 from pellucid.data.tensors import read_together, to_device
+from pellucid.errors import InferenceError
 from pellucid.inference.cohorts import CohortDecoder
 from pellucid.inference.decoder import Decoder, Prompt, SequenceRow
 from pellucid.inference.kv_cache import PackedDecoder
@@ -35,6 +36,9 @@ from pellucid.model.proof import prove_rows
 from pellucid.transport.weights import ServedWeights
 
 MAX_PREFILL_TOKENS = 8192
+
+_Prompt = tuple[bytes, bytes]
+"""See `Request.prompt`."""
 
 
 class Engine(SlottedEngine[SequenceRow]):
@@ -72,6 +76,25 @@ class Engine(SlottedEngine[SequenceRow]):
             except NotPacked as reason:
                 prove_rows(self._policy, max_length, str(reason))
         return CohortDecoder(self._policy, max_length, self._recorder)
+
+    def _reason_against_images(self, token_ids: Sequence[int], mm_tensors: bytes) -> str:
+        shape = self._policy.images
+        num_places = 0 if shape is None else token_ids.count(shape.token_id)
+        if not (mm_tensors or num_places):
+            return ""
+        if shape is None or self._decoder.why_no_images:
+            return f"the prompt has images, and {self._decoder.why_no_images}; leave them out"
+        if not mm_tensors:
+            return f"{num_places} tokens of the prompt stand for images that are missing; send mm_tensors"
+        if token_ids[-1] == shape.token_id:
+            return "the prompt ends with an image; let a token of text follow"
+        reason = shape.why_not(num_places, mm_tensors)
+        return f"mm_tensors {reason}" if reason else ""
+
+    def check_scoring(self, token_ids: Sequence[int], temperature: float) -> None:
+        super().check_scoring(token_ids, temperature)
+        if self._policy.images is not None and self._policy.images.token_id in token_ids:
+            raise InferenceError("the sequence has tokens that stand for images; only text can be scored")
 
     def update_weights(self, version: int, folder: Path) -> None:
         self._weights.load(folder)
@@ -123,13 +146,13 @@ class Engine(SlottedEngine[SequenceRow]):
                 self.counts.scored_tokens += len(logprobs)
                 scoring.finish(logprobs, self.version)
 
-    def _admit(self, donors: Mapping[bytes, SequenceRow]) -> dict[bytes, list[SequenceRow]]:
+    def _admit(self, donors: Mapping[_Prompt, SequenceRow]) -> dict[_Prompt, list[SequenceRow]]:
         """Gives free slots to waiting requests; returns their rows, by prompt."""
-        admitted: dict[bytes, list[SequenceRow]] = {}
+        admitted: dict[_Prompt, list[SequenceRow]] = {}
         budget = MAX_PREFILL_TOKENS
         while self._waiting and len(self._running) < self.num_slots and budget > 0:
             request = next(iter(self._waiting))
-            request.prompt = self._as_bytes(request.prompt_ids)
+            request.prompt = self._as_bytes(request.prompt_ids), request.mm_tensors
             if request.prompt not in admitted and not self._fits(request):
                 break
             row = self._decoder.add(len(request.prompt_ids))
@@ -154,7 +177,7 @@ class Engine(SlottedEngine[SequenceRow]):
             self._latest_prompt = (prompt_ids, np.asarray(prompt_ids, np.int64).tobytes())
         return self._latest_prompt[1]
 
-    def _donors(self) -> dict[bytes, SequenceRow]:
+    def _donors(self) -> dict[_Prompt, SequenceRow]:
         """Returns rows whose prompt was computed under the current weights, by prompt."""
         if not self._waiting:
             return {}
@@ -165,7 +188,7 @@ class Engine(SlottedEngine[SequenceRow]):
         }
 
     def _share(
-        self, admitted: Mapping[bytes, list[SequenceRow]], donors: Mapping[bytes, SequenceRow]
+        self, admitted: Mapping[_Prompt, list[SequenceRow]], donors: Mapping[_Prompt, SequenceRow]
     ) -> list[Prompt[SequenceRow]]:
         """Copies the prompts that are in the cache already; returns the others, to be computed once each.
 
@@ -173,10 +196,10 @@ class Engine(SlottedEngine[SequenceRow]):
         """
         fresh = []
         for prompt, rows in admitted.items():
-            token_ids = np.frombuffer(prompt, np.int64)[:-1]
+            token_ids = np.frombuffer(prompt[0], np.int64)[:-1]
             donor = donors.get(prompt)
             if donor is None:
-                fresh.append(Prompt(token_ids, rows))
+                fresh.append(Prompt(token_ids, rows, prompt[1]))
                 self.counts.prefill_tokens += len(token_ids)
             else:
                 for row in rows:

@@ -113,6 +113,7 @@ class EngineThread:
                     each.account if each.account.run else Account(),  # whoever has no books has one account
                     partial(tell, index),
                     each.request_id,
+                    each.mm_tensors,
                     partial(tell, index) if tokens else None,
                     is_checked=True,
                 )

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from pellucid.data import Completion
+from pellucid.data.images import tensors_of
 from pellucid.errors import InferenceError
 from pellucid.inference.client import (
     SERVER_ID_HEADER,
@@ -42,7 +43,9 @@ class _UnknownPathError(InferenceError):
 
 @dataclass(slots=True)
 class _Call:
-    prompt: tuple[int, ...]
+    prompt: tuple[tuple[int, ...], bytes]
+    """Token ids, and tensors of the images."""
+
     request: GenerateRequest
     answer: "asyncio.Future[Completion]"
     post: "asyncio.Task[None] | None" = None
@@ -116,7 +119,7 @@ class HttpInferenceClient:
         loop = asyncio.get_running_loop()
         if not self._gathering:
             loop.call_soon(self._post_gathered)
-        call = _Call(tuple(prompt_ids), request, loop.create_future())
+        call = _Call((tuple(prompt_ids), tensors_of(prompt_ids)), request, loop.create_future())
         self._gathering.append(call)
         try:
             return await call.answer
@@ -130,7 +133,7 @@ class HttpInferenceClient:
 
         The prompt is sent once, so that a body does not grow with prompt × group.
         """
-        by_prompt: dict[tuple[int, ...], list[_Call]] = {}
+        by_prompt: dict[tuple[tuple[int, ...], bytes], list[_Call]] = {}
         for call in self._gathering:
             by_prompt.setdefault(call.prompt, []).append(call)
         self._gathering = []
@@ -147,7 +150,8 @@ class HttpInferenceClient:
         try:
             url = f"{self._base_url}/inference/v1/generate_many"
             requests = [call.request for call in calls]
-            body = msgspec.json.encode(GenerateManyRequest(requests, list(calls[0].prompt)))
+            token_ids, mm_tensors = calls[0].prompt
+            body = msgspec.json.encode(GenerateManyRequest(requests, list(token_ids), mm_tensors))
             async with self._session.post(url, data=body) as response:
                 server_id = self._note_server(response)
                 if response.status != 200:

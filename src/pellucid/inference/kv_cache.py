@@ -25,6 +25,7 @@ from pellucid.inference.decoder import Decoder, Prompt, SequenceRow, score_toget
 from pellucid.inference.slots import Scoring
 from pellucid.model import (
     ExpertRecorder,
+    ImageInputs,
     PackedAttention,
     Policy,
     Rule,
@@ -160,6 +161,8 @@ class PackedDecoder(KVCache, Decoder[CacheRow]):
         super().__init__(policy, num_slots, max_length)
         self._policy = policy
         self._recorder = recorder
+        if policy.images is not None:
+            self.why_no_images = ""
         self.hidden = lean_forward(policy)
 
     def logits(
@@ -171,7 +174,18 @@ class PackedDecoder(KVCache, Decoder[CacheRow]):
         positions = np.concatenate([*(np.arange(len(p.token_ids)) for p in prompts), last_positions])
         plan = StepAttention(prompts, self.shelves, device)
         ids, places = to_device([token_ids, positions], device)
-        return self._policy.logits(self.hidden(ids, places, plan)[-len(rows) :])
+        embeddings = self._policy.embed(ids, self._images_of(prompts))
+        return self._policy.logits(self.hidden(ids, places, plan, embeddings)[-len(rows) :])
+
+    def _images_of(self, prompts: Sequence[Prompt[CacheRow]]) -> ImageInputs | None:
+        """Returns the images of a step: of prompts with images, every token with their id stands for them."""
+        sequences, first = [], 0
+        for prompt in prompts:
+            if prompt.mm_tensors and self._policy.images is not None:
+                is_image = prompt.token_ids == self._policy.images.token_id
+                sequences.append((first + np.flatnonzero(is_image), prompt.mm_tensors))
+            first += len(prompt.token_ids)
+        return ImageInputs.of(sequences, self._policy.device) if sequences else None
 
     def experts(self) -> Tensor:
         assert self._recorder is not None

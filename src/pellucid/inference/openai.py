@@ -17,7 +17,8 @@ from jinja2 import TemplateError
 
 from pellucid.config.orchestrator import OWN_DISTRIBUTION
 from pellucid.data import Completion
-from pellucid.errors import InferenceError
+from pellucid.data.images import FAMILIES, ImageProcessor, urls_of
+from pellucid.errors import InferenceError, RolloutError
 from pellucid.inference.client import NonEmptyIds, SamplingParams
 from pellucid.inference.engine_thread import StreamEvent
 from pellucid.inference.entrance import RequestError
@@ -114,17 +115,42 @@ class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     """0 or 1: those of the sampled tokens. There are no alternatives."""
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
+
+
+class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    """`data:image/png;base64,…`; nothing is fetched."""
+
+    detail: Literal["auto"] = "auto"
+
+
+class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart | ImagePart]
 
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
+    @property
+    def num_characters(self) -> int:
+        """Characters of its text."""
+        if isinstance(self.content, str):
+            return len(self.content)
+        return sum(len(part.text) for part in self.content if isinstance(part, TextPart))
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the message as a dict, whose content is text unless it has images."""
+        parts = [] if isinstance(self.content, str) else self.content
+        texts = [part.text for part in parts if isinstance(part, TextPart)]
+        if len(texts) < len(parts):
+            return {"role": self.role, "content": msgspec.to_builtins(self.content)}
+        return {
+            "role": self.role,
+            "content": self.content if isinstance(self.content, str) else "".join(texts),
+        }
 
 
 class ChatRequest(OpenAIRequest, frozen=True, kw_only=True):
@@ -216,17 +242,31 @@ def num_opened(raw: bytes) -> int:
     return raw.count(b"{") + raw.count(b"[")
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
+def chat_prompt(
+    tokenizer: Any, messages: Sequence[ChatMessage], max_tokens: int, images: ImageProcessor | None = None
+) -> list[int]:
     """Renders the conversation by the tokenizer's template, up to where the reply begins."""
-    plain = [{"role": message.role, "content": message.text()} for message in messages]
-    _check_characters(sum(len(message["content"]) for message in plain), max_tokens)
+    plain = [message.plain() for message in messages]
+    _check_characters(sum(message.num_characters for message in messages), max_tokens)
+    if images is None and urls_of(plain):
+        raise RequestError(
+            f"the messages have images, and only models of {' and '.join(FAMILIES)} take them",
+            param="messages",
+        )
     if tokenizer.chat_template is None:
         raise RequestError("the model's tokenizer has no chat template; use /v1/completions")
     try:
-        text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        given = plain if images is None else images.for_template(plain)
+        text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as error:
         raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-    return text_prompt(tokenizer, text, max_tokens, add_special_tokens=False)
+    if images is None:
+        return text_prompt(tokenizer, text, max_tokens, add_special_tokens=False)
+    try:
+        text = images.expand(text, plain)
+        return images.prompt(text_prompt(tokenizer, text, max_tokens, add_special_tokens=False), plain)
+    except RolloutError as error:
+        raise RequestError(str(error), param="messages") from error
 
 
 def text_prompt(tokenizer: Any, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
@@ -323,6 +363,8 @@ class Served:
     tokenizer: Any
     stop_token_ids: list[int]
     max_model_len: int
+    images: ImageProcessor | None = None
+    """Prepares the images of messages; None: the model takes text alone."""
 
     def check_model(self, asked: str) -> None:
         """Raises RequestError unless the request asks for the served name, its last part, or none at all."""
@@ -349,7 +391,7 @@ class OpenAIAnswer:
         room = served.max_model_len
         self._chat = isinstance(request, ChatRequest)
         if isinstance(request, ChatRequest):
-            self.prompt_ids = chat_prompt(served.tokenizer, request.messages, room)
+            self.prompt_ids = chat_prompt(served.tokenizer, request.messages, room, served.images)
             asked = request.max_completion_tokens or request.max_tokens
             self._max_tokens = asked or max(1, room - len(self.prompt_ids))
         else:

@@ -44,6 +44,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pellucid.config import InferenceRunConfig
 from pellucid.data import Completion
+from pellucid.data.images import load_image_processor, tensors_of
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.spans import SpanLog
 from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
@@ -131,7 +132,8 @@ class Server:
         self._run_dir = run_dir.resolve()
         self._host, self._key = host, key
         self._thread = thread
-        self._served = Served(model, tokenizer, end_of_turn_ids(tokenizer), max_model_len)
+        stop_ids, images = end_of_turn_ids(tokenizer), load_image_processor(tokenizer)
+        self._served = Served(model, tokenizer, stop_ids, max_model_len, images)
         self._vocabulary = fingerprint(tokenizer)
         self._model_fingerprint = model_fingerprint(model)
         self._started = int(time.time())
@@ -241,7 +243,8 @@ class Server:
             prompts = self._short_prompts if len(raw) <= LONG_BODY_BYTES else self._long_prompts
             preparing = asyncio.get_running_loop().run_in_executor(prompts, prepare, raw)
             answer = await _unless_gone(http, preparing)
-        asked = [GenerateRequest(answer.prompt_ids, params) for params in answer.params()]
+        prompt_ids, mm_tensors = answer.prompt_ids, tensors_of(answer.prompt_ids)
+        asked = [GenerateRequest(prompt_ids, params, mm_tensors=mm_tensors) for params in answer.params()]
         if not answer.request.stream:
             return _json(answer.whole(await _unless_gone(http, self._thread.complete(asked))))
         lines = answer.lines(self._thread.generate(asked, tokens=True))

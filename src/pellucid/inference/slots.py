@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pellucid.data import Completion, PackedArray
+from pellucid.data.images import FAMILIES
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, GenerateRequest, SamplingParams
 
@@ -54,6 +55,9 @@ class Request:
     account: Account
     on_finish: Callable[[Completion], None]
     request_id: str = ""
+    mm_tensors: bytes = b""
+    """Tensors of the prompt's images."""
+
     on_token: Callable[[tuple[int, float]], None] | None = None
     """Called with each token and its logprob as it is sampled."""
 
@@ -78,8 +82,8 @@ class Request:
     slot: Any = None
     """The engine's slot that it holds, once it runs."""
 
-    prompt: bytes = b""
-    """The prompt's token ids as int64, once it runs: quick to compare."""
+    prompt: tuple[bytes, bytes] = (b"", b"")
+    """The prompt's token ids as int64, once it runs, and the tensors of its images: quick to compare."""
 
     started_after: int = -1
     """Number of loads of weights before the prompt was computed."""
@@ -224,12 +228,12 @@ class SlottedEngine(ABC, Generic[Slot]):
     def refusals(self, asked: Sequence[GenerateRequest]) -> dict[int, InferenceError]:
         """Returns why requests cannot be served, by index; a prompt that several share is checked once."""
         refused = {}
-        checked: dict[int, str] = {}
+        checked: dict[tuple[int, int], str] = {}
         for index, each in enumerate(asked):
-            prompt = each.token_ids
-            if id(prompt) not in checked:
-                checked[id(prompt)] = self._reason_against_ids(prompt)
-            reason = checked[id(prompt)] or self._reason_against(len(prompt), each.sampling_params)
+            prompt, key = each.token_ids, (id(each.token_ids), id(each.mm_tensors))
+            if key not in checked:
+                checked[key] = self._reason_against_prompt(prompt, each.mm_tensors)
+            reason = checked[key] or self._reason_against(len(prompt), each.sampling_params)
             if reason:
                 refused[index] = InferenceError(reason)
         return refused
@@ -258,6 +262,20 @@ class SlottedEngine(ABC, Generic[Slot]):
             return f"the prompt has a token id outside 0 … {self._vocab_size - 1}"
         return ""
 
+    def _reason_against_prompt(self, token_ids: Sequence[int], mm_tensors: bytes) -> str:
+        if reason := self._reason_against_ids(token_ids):
+            return reason
+        return self._reason_against_images(token_ids, mm_tensors)
+
+    def _reason_against_images(self, token_ids: Sequence[int], mm_tensors: bytes) -> str:
+        """Returns why a prompt with these images cannot be served, or ""; by default, none are."""
+        if not mm_tensors:
+            return ""
+        return (
+            "the prompt has images (mm_tensors), and this server takes text alone; serve a model of "
+            f"{' or '.join(FAMILIES)} by the embedded engine"
+        )
+
     def check_scoring(self, token_ids: Sequence[int], temperature: float) -> None:
         """Raises InferenceError if a sequence cannot be scored."""
         if not _is_temperature(temperature):
@@ -273,7 +291,8 @@ class SlottedEngine(ABC, Generic[Slot]):
     def submit(self, request: Request) -> None:
         if not request.is_checked:
             prompt = request.prompt_ids
-            reason = self._reason_against_ids(prompt) or self._reason_against(len(prompt), request.params)
+            reason = self._reason_against_prompt(prompt, request.mm_tensors)
+            reason = reason or self._reason_against(len(prompt), request.params)
             if reason:
                 raise InferenceError(reason)
         if request.request_id in self._disowned:

@@ -3,6 +3,7 @@
 from pellucid.model.adapter import Adapter, Adapters
 from pellucid.model.attention import PackedAttention, Rule
 from pellucid.model.head import TokenOutput, token_logprobs
+from pellucid.model.images import ImageInputs
 from pellucid.model.layout import ContextParallel, Layout, packed_layout, shared_layout
 from pellucid.model.load import load_policy
 from pellucid.model.masks import key_shape
@@ -14,6 +15,7 @@ __all__ = [
     "Adapters",
     "ContextParallel",
     "ExpertRecorder",
+    "ImageInputs",
     "Layout",
     "PackedAttention",
     "Policy",

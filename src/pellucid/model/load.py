@@ -11,6 +11,7 @@ import torch
 
 from pellucid.config import ModelConfig
 from pellucid.config.trainer import SequenceLayout
+from pellucid.data.images import FAMILIES, ImageShape
 from pellucid.data.rules import Experts
 from pellucid.data.tokenizer import check_vocabulary, first_line, quiet_transformers, require_folder
 from pellucid.errors import ModelError
@@ -42,22 +43,24 @@ def load_policy(
     It computes packed sequences if those of up to `max_length` tokens are proved right, or else sequences in
     rows; see `model/proof.py`. Raises a `ModelError` if neither is right.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     quiet_transformers()
     require_folder(config.name)
     device = device or default_device()
     dtype = torch.float32 if trainable else resolve_dtype(config, device)
     try:
+        described = AutoConfig.from_pretrained(config.name, trust_remote_code=False)
         (hf, info), own_code = _attending(
-            lambda attention: AutoModelForCausalLM.from_pretrained(
+            described,
+            lambda attention: _auto_class(described).from_pretrained(
                 config.name,
                 dtype=dtype,
                 attn_implementation=attention,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,  # left out, transformers asks on the terminal
-            )
+            ),
         )
     except Exception as error:  # of all kinds: OSError, ValueError, SafetensorError, of strict dataclasses
         raise ModelError(_not_loadable(config.name, error)) from error
@@ -68,18 +71,36 @@ def load_policy(
 _Made = TypeVar("_Made")
 
 
-def _attending(make: Callable[[str], _Made]) -> tuple[_Made, str]:
-    """Makes a model that attends by plans, or by its own code; returns also why it cannot be packed then."""
+def _auto_class(described: Any) -> Any:
+    """Returns the class of transformers that makes the model: one with images, or of text alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if ImageShape.of(described) is None else AutoModelForImageTextToText
+
+
+_Attention = str | dict[str, str]
+
+
+def _attending(described: Any, make: Callable[[_Attention], _Made]) -> tuple[_Made, str]:
+    """Makes a model that attends by plans, or by its own code; returns also why it cannot be packed then.
+
+    A vision tower attends by itself, to the patches of one tile.
+    """
     from transformers import AttentionInterface
 
     # Without a mask function of the same name, HF builds no mask of its own: the plan masks attention.
     AttentionInterface.register(ATTENTION, attention_function)
+    has_images = ImageShape.of(described) is not None
+
+    def attention(name: str) -> _Attention:
+        return {"text_config": name, "vision_config": "sdpa"} if has_images else name
+
     try:
-        return make(ATTENTION), ""
+        return make(attention(ATTENTION)), ""
     except KeyError as error:
         if error.args != (ATTENTION,):
             raise
-        return make("eager"), "it has attention code of its own"
+        return make(attention("eager")), "it has attention code of its own"
 
 
 def _proved(
@@ -148,6 +169,7 @@ def prove_unread(
         weights[name] = shared[kind]
     try:
         (hf, info), own_code = _attending(
+            policy.hf.config,
             lambda attention: type(policy.hf).from_pretrained(
                 None,
                 config=policy.hf.config,
@@ -155,7 +177,7 @@ def prove_unread(
                 dtype=torch.float32,
                 attn_implementation=attention,
                 output_loading_info=True,
-            )
+            ),
         )
     except Exception as error:
         raise NotByRows(first_line(error)) from error
@@ -209,16 +231,16 @@ def read_config(config: ModelConfig) -> Any:
 
 def empty_model(config: ModelConfig, device: str | torch.device = "meta") -> torch.nn.Module:
     """Makes the model, by default with names and shapes alone; loads no weights."""
-    from transformers import AutoModelForCausalLM
-
+    described = read_config(config)
     with torch.device(device):
         model, _ = _attending(
-            lambda attention: AutoModelForCausalLM.from_config(
-                read_config(config),
+            described,
+            lambda attention: _auto_class(described).from_config(
+                described,
                 dtype=torch.float32,
                 attn_implementation=attention,
                 trust_remote_code=False,
-            )
+            ),
         )
     made: torch.nn.Module = model
     return made
@@ -269,6 +291,11 @@ def _context(config: Any) -> int | None:
 
 def _not_loadable(name: str, error: Exception) -> str:
     reason = first_line(error)
+    if "AutoModelForCausalLM" in str(error) and "Unrecognized configuration class" in str(error):
+        return (
+            f"model.name = {name!r}: transformers has no causal language model of this family; of those with "
+            f"images, {' and '.join(FAMILIES)} (model_type in config.json) are trained: see docs/models.md"
+        )
     remedy = (
         "check that it holds config.json and safetensors"
         if Path(name).exists()

@@ -15,17 +15,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
+from pellucid.data.images import ImageShape
 from pellucid.errors import ModelError
 from pellucid.model.attention import AttentionPlan, Rule, SharedAttention, register_uncompiled
 from pellucid.model.balance import ExpertBalance, count_experts, predicting
 from pellucid.model.head import TokenOutput, capped, predict
+from pellucid.model.images import ImageInputs, embed
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
 from pellucid.model.rows import PaddedRows
@@ -72,6 +74,9 @@ class Policy(nn.Module):
         self.balance: ExpertBalance | None = None
         """Computes the balancing loss of the experts; None without one."""
 
+        self.images = ImageShape.of(hf.config)
+        """How images become tokens; None if the model takes text alone."""
+
         self.compute_dtype: torch.dtype | None = None
         """Dtype that parameters are cast to in a forward, after `compute_in`; None: they stay as they are."""
 
@@ -112,7 +117,7 @@ class Policy(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         num_layers = self.hf.config.get_text_config().num_hidden_layers
-        for module in self.base.modules():
+        for module in self.decoder.modules():
             if isinstance(module, nn.ModuleList) and len(module) == num_layers:
                 return list(module)
         raise ModelError(
@@ -135,13 +140,13 @@ class Policy(nn.Module):
 
     @property
     def attention(self) -> str:
-        """HF's name of the attention that computes, and of the masks that are built for it."""
-        return str(self.hf.config._attn_implementation)
+        """HF's name of the attention that computes, and of the masks that are built for it; images aside."""
+        return str((self.hf.config if self.images is None else self.decoder.config)._attn_implementation)
 
     @attention.setter
     def attention(self, name: str) -> None:
         if self.hf._can_set_attn_implementation():
-            self.hf.set_attn_implementation(name)
+            self.hf.set_attn_implementation(name if self.images is None else {"text_config": name})
         else:  # it attends by code of its own; only masks are made by the name
             self.hf.config._attn_implementation = name
 
@@ -149,6 +154,11 @@ class Policy(nn.Module):
     def base(self) -> Any:
         """The model without its head."""
         return self.hf.model if self.hf.base_model is self.hf else self.hf.base_model
+
+    @property
+    def decoder(self) -> Any:
+        """The part of `base` that computes tokens from their embeddings."""
+        return self.base if self.images is None else self.base.text_model
 
     def go_in_rows(self, why: str) -> None:
         self.way, self.why_rows, self.windows = "rows", why, {}
@@ -229,13 +239,21 @@ class Policy(nn.Module):
         """Makes the forwards of a step give their shares of the balancing loss of its experts."""
         self.balance = ExpertBalance(self.hf)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """Computes the last hidden states; ids and positions are [batch, tokens]."""
+    def embed(self, token_ids: Tensor, images: ImageInputs | None) -> Tensor | None:
+        """Embeds a row of tokens with images; None without images: the model embeds ids itself."""
+        return None if images is None else embed(self.hf, token_ids, images)
+
+    def hidden(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
+    ) -> Tensor:
+        """Computes the last hidden states; ids and positions are [batch, tokens].
+
+        `embeddings` are those of one row of tokens, in the place of those of the ids.
+        """
         if self.way == "rows":
-            return self._hidden_in_rows(token_ids[0], self.rows_of(plan))[None]
-        output = self.base(
-            input_ids=token_ids, position_ids=positions, use_cache=False, plan=plan, windows=self.windows
-        )
+            return self._hidden_in_rows(token_ids[0], self.rows_of(plan), embeddings)[None]
+        inputs = {"input_ids": token_ids} if embeddings is None else {"inputs_embeds": embeddings[None]}
+        output = self.base(**inputs, position_ids=positions, use_cache=False, plan=plan, windows=self.windows)
         states: Tensor = output.last_hidden_state
         return states
 
@@ -248,9 +266,11 @@ class Policy(nn.Module):
             )
         return plan.rows(self.device)
 
-    def _hidden_in_rows(self, token_ids: Tensor, rows: PaddedRows) -> Tensor:
+    def _hidden_in_rows(self, token_ids: Tensor, rows: PaddedRows, embeddings: Tensor | None) -> Tensor:
         """Computes hidden states by HF's own attention, which needs no mask where padding comes last."""
-        states = self.base(input_ids=rows.spread(token_ids), **without_cache(self.base))[0]
+        given = token_ids if embeddings is None else embeddings
+        inputs = {"input_ids" if embeddings is None else "inputs_embeds": rows.spread(given)}
+        states = self.base(**inputs, **without_cache(self.base))[0]
         return rows.gather(states)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -314,13 +334,14 @@ class Policy(nn.Module):
         routed_experts: Tensor | None = None,
         expert_weights: Tensor | None = None,
         trainable: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> TokenOutput:
         """Computes logprob and entropy of every token of packed sequences; arguments are one row of tokens.
 
         A token is predicted by the hidden state of the token before it, at its own temperature. `trainable`
         tells the tokens that the balancing loss counts, if there is one.
         """
-        arguments = token_ids, positions, temperatures, layout, routed_experts, expert_weights
+        arguments = token_ids, positions, temperatures, layout, routed_experts, expert_weights, images
         if self.balance is None or not self.balance.is_begun or trainable is None:
             return self._predict_all(*arguments)
         self.balance.repeat_draws(self.device)
@@ -337,11 +358,14 @@ class Policy(nn.Module):
         layout: Layout,
         routed_experts: Tensor | None,
         expert_weights: Tensor | None,
+        images: ImageInputs | None,
     ) -> TokenOutput:
         ids, places = token_ids[layout.computed][None], positions[layout.computed][None]
         replaced = None
         if self.replay is None or routed_experts is None:
-            hidden = self.hidden(ids, places, layout.plan).squeeze(0)
+            embeddings = self.embed(token_ids, images)
+            embeddings = None if embeddings is None else embeddings[layout.computed]
+            hidden = self.hidden(ids, places, layout.plan, embeddings).squeeze(0)
         else:
             recorded = routed_experts[layout.computed]
             weights = None if expert_weights is None else expert_weights[layout.computed]
@@ -399,32 +423,41 @@ class Policy(nn.Module):
         return self.balance.count(self._by_token(logits, layout), weights)
 
 
-HiddenStates = Callable[[Tensor, Tensor, AttentionPlan], Tensor]
-"""(token ids, positions, plan) -> last hidden states, for one row of tokens; without gradient."""
+class HiddenStates(Protocol):
+    """Computes the last hidden states of one row of tokens, without gradient."""
 
-_LEAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
+    ) -> Tensor:
+        """`embeddings` take the place of those of the ids."""
+
+
+_LEAN = ("LlamaModel", "Qwen2Model", "Qwen3Model")
 
 
 def lean_forward(policy: Policy) -> HiddenStates:
     """Returns the lean forward if the model is of a known kind, else HF's."""
-    return _LeanModel(policy.hf.model, policy.windows) if _is_known(policy.hf) else hf_forward(policy)
+    return _LeanModel(policy.decoder, policy.windows) if _is_known(policy) else hf_forward(policy)
 
 
 def hf_forward(policy: Policy) -> HiddenStates:
-    def through_hf(token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    def through_hf(
+        token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
+    ) -> Tensor:
         with torch.inference_mode():
-            return policy.hidden(token_ids[None], positions[None], plan)[0]
+            return policy.hidden(token_ids[None], positions[None], plan, embeddings)[0]
 
     return through_hf
 
 
-def _is_known(hf: Any) -> bool:
-    """Returns whether the model is exactly one of the known classes, with none of its parts replaced."""
+def _is_known(policy: Policy) -> bool:
+    """Returns whether the decoder is exactly one of the known classes, with none of its parts replaced."""
+    decoder = policy.decoder
     return (
-        type(hf).__name__ in _LEAN
-        and type(hf).__module__.startswith("transformers.models.")
-        and hf.config.hidden_act == "silu"
-        and all(_is_plain(layer) for layer in hf.model.layers)
+        type(decoder).__name__ in _LEAN
+        and all(type(each).__module__.startswith("transformers.models.") for each in (policy.hf, decoder))
+        and decoder.config.hidden_act == "silu"
+        and all(_is_plain(layer) for layer in decoder.layers)
     )
 
 
@@ -445,8 +478,10 @@ class _LeanModel:
         self._norm = _Norm(model.norm)
 
     @torch.inference_mode()
-    def __call__(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        states = embedding(token_ids, self._embedding)
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
+    ) -> Tensor:
+        states = embedding(token_ids, self._embedding) if embeddings is None else embeddings
         cos, sin = (angle[0, :, None] for angle in self._rotary(states, positions[None]))
         for layer in self._layers:
             states = layer(states, cos, sin, plan)

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.config.trainer import SequenceLayout
+from pellucid.data.images import ImageShape
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import ConfigError, ModelError
 from pellucid.model.attention import ATTENTION, PackedAttention
+from pellucid.model.images import ImageInputs
 from pellucid.model.masks import NotPacked, computing_by, read_windows, short_windows
 from pellucid.model.policy import NOT_YET, Policy, without_cache
 
@@ -69,6 +71,8 @@ def prove(
         if why_not or layout == "rows":
             policy.go_in_rows(why_not or 'trainer.model.layout = "rows"')
             _prove_rows(policy, max_length)
+        if policy.images is not None:
+            _prove_images(policy, policy.images)
     logger.info("%s: %s", _name(policy), _said(policy))
 
 
@@ -151,6 +155,30 @@ def _prove_rows(policy: Policy, max_length: int | None) -> None:
         f"{_name(policy)} can be computed neither packed ({policy.why_rows}) nor in rows ({reason}); "
         f"{NOT_YET}"
     )
+
+
+def _prove_images(policy: Policy, shape: ImageShape) -> None:
+    """Raises ModelError unless an image within a sequence gives the logprobs of HF's own forward."""
+    vision = policy.hf.config.vision_config
+    tile = torch.randn(1, 3, *[vision.image_size] * 2, generator=torch.Generator().manual_seed(0))
+    tile = tile.to(policy.device)
+    num_image = (vision.image_size // (shape.patch_size * shape.scale_factor)) ** 2
+    text = _tokens(policy, 2, _LENGTH)
+    text[text == shape.token_id] = (shape.token_id + 1) % policy.vocab_size
+    sequence = torch.cat([text[0], text.new_full((num_image,), shape.token_id), text[1]])
+    places = torch.arange(_LENGTH, _LENGTH + num_image, device=policy.device)
+    with _refusing(policy):
+        with computing_by(policy, "eager"):
+            alone = _own_logits(policy, sequence[None], pixel_values=tile[None])[0]
+        embeddings = policy.embed(sequence, ImageInputs([places], [tile]))
+        positions = torch.arange(len(sequence), device=policy.device)
+        plan = PackedAttention([len(sequence)])
+        found = policy.logits(policy.hidden(sequence[None], positions[None], plan, embeddings)[0])
+    if gap := _gap(policy, found, alone):
+        raise ModelError(
+            f"{_name(policy)}: a sequence with an image has other logprobs than HF's own forward, {gap}; "
+            f"{NOT_YET}"
+        )
 
 
 def _has_experts(policy: Policy) -> bool:

@@ -111,6 +111,73 @@ def make_tiny_hybrid_model(
     )
 
 
+IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
+
+
+def make_tiny_vision_model(
+    folder: Path,
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    image_size: int = 32,
+    patch_size: int = 8,
+    scale_factor: int = 2,
+    max_length: int = 4096,
+    family: str = "SmolVLM",
+    seed: int = 0,
+) -> None:
+    """Writes a model that reads images, its tokenizer and its image processor, which does not cut images into
+    tiles. An image becomes (image_size ÷ patch_size ÷ scale_factor)² tokens, here 4.
+
+    Its weights are larger than usual, so that a picture matters even before training.
+    """
+    import transformers
+    from transformers import AutoModelForImageTextToText
+
+    quiet_transformers()
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(IMAGE_TOKENS)}, replace_extra_special_tokens=False
+    )
+    size = {"longest_edge": image_size}
+    processor = getattr(transformers, f"{family}ImageProcessorPil")(
+        size=size, max_image_size=size, do_image_splitting=False
+    )
+    shape = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+    }
+    config = getattr(transformers, f"{family}Config")(
+        text_config={
+            "model_type": "llama",
+            **shape,
+            "vocab_size": len(tokenizer),
+            "num_key_value_heads": num_heads,
+            "max_position_embeddings": max_length,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={**shape, "image_size": image_size, "patch_size": patch_size},
+        scale_factor=scale_factor,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config)
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight *= 4 if "layers" in name else 5
+    for each in (model, tokenizer, processor):
+        each.save_pretrained(folder)
+
+
 def _make(
     folder: Path,
     kind: str,

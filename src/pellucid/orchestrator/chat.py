@@ -7,8 +7,8 @@
 
 A system message that the template adds on its own is one, too.
 
-A message is a dict with a role. Its content is text, or a list of text parts (OpenAI's form), which are
-joined: most templates would write such a list as Python does.
+A message is a dict with a role. Its content is text, or a list of parts (OpenAI's form). Parts of text are
+joined: most templates would write such a list as Python does. Images stay parts, for a model that takes them.
 
 What the model wrote is never rendered again: a later prompt is the earlier tokens plus what the template
 puts after the reply.
@@ -20,6 +20,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from pellucid.data.images import FAMILIES, image_url, load_image_processor, urls_of
 from pellucid.data.plain import brief
 from pellucid.data.tokenizer import end_of_turn_ids, no_chat_template
 from pellucid.errors import ModelError, RolloutError
@@ -35,7 +36,8 @@ _MAX_ADDED = 64  # lists of tools whose system message is remembered; every exam
 
 
 def take_messages(messages: Sequence[Message]) -> list[Message]:
-    """Joins the text parts of messages. TypeError if these are no messages, RolloutError for other parts."""
+    """Joins parts of text; messages with images stay as they are. TypeError if these are no messages,
+    RolloutError for parts of other types."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise TypeError(f"the messages are {brief(messages)}; give a list of dicts")
     return [
@@ -51,7 +53,11 @@ def take_message(message: Message, what: str) -> Message:
     if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
         raise TypeError(f'{what} is {brief(message)}; give a dict such as {{"role": "user", "content": "…"}}')
     content = message.get("content")
-    return {**message, "content": join_parts(content, what)} if isinstance(content, list) else message
+    if not isinstance(content, list):
+        return message
+    texts = [part for part in content if image_url(part) is None]
+    joined = join_parts(texts, what)
+    return {**message, "content": joined} if len(texts) == len(content) else message
 
 
 def copy_nested(value: Any) -> Any:
@@ -88,6 +94,7 @@ class ChatTemplate:
             raise ModelError(no_chat_template(tokenizer.name_or_path))
         self.tokenizer = tokenizer
         self.end_of_turn_ids = end_of_turn_ids(tokenizer)
+        self._images = load_image_processor(tokenizer)
         self._backend = _plain_backend(tokenizer)
         self._added: dict[tuple[str, str], list[int]] = {}
 
@@ -97,7 +104,12 @@ class ChatTemplate:
         stops = self._stops(token_ids, messages, tools, 0, "")
         added = self._added_system(str(messages[0]["role"]), tools) if messages else []
         is_there = added and token_ids[: len(added)] == added
-        return Rendered(token_ids, [("system", len(added)), *stops] if is_there else stops)
+        stops = [("system", len(added)), *stops] if is_there else stops
+        return Rendered(self.with_images(token_ids, messages), stops)
+
+    def with_images(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Adds the tensors of the messages' images to the token ids of their prompt."""
+        return token_ids if self._images is None else self._images.prompt(token_ids, messages)
 
     def continuation(self, messages: Sequence[Message], reply: int, tools: Tools = ()) -> Rendered | None:
         """Renders what the template puts after the text of `messages[reply]`, up to where the next reply
@@ -170,10 +182,19 @@ class ChatTemplate:
         return len(part) if text.startswith(before) and token_ids[: len(part)] == part else None
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, opens_reply: bool) -> str:
+        images = self._images
+        if images is None and urls_of(messages):
+            raise RolloutError(
+                "the messages have images, and the model takes text alone: train a model of "
+                f"{' or '.join(FAMILIES)}, or leave them out"
+            )
         text: str = self.tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=opens_reply, tokenize=False
+            list(messages) if images is None else images.for_template(messages),
+            tools=list(tools) or None,
+            add_generation_prompt=opens_reply,
+            tokenize=False,
         )
-        return text
+        return text if images is None else images.expand(text, messages)
 
     def _encode(self, text: str) -> list[int]:
         try:

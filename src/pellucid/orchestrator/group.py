@@ -73,6 +73,10 @@ class Scorer:
 
     async def score(self, rollout: Rollout) -> None:
         name = f"{self.run_id}/{rollout.group_id}/{rollout.rollout_id}"
+        if any(turn.images for turn in rollout.turns):
+            raise TeacherError(
+                "the rollout has images, and a teacher scores text alone; leave one of them out"
+            )
         scored: list[PackedArray] = []
         for index, token_ids in enumerate(token_sequences(rollout)):
             request_id = f"{name}/teacher-{index}"

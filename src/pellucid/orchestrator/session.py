@@ -356,6 +356,7 @@ class Session:
             rendered = self._sampler.chat.continuation(messages, num_known - 1, tools)
             if rendered is not None:
                 token_ids, spans = self._extend(known.turn, rendered)
+                token_ids = self._sampler.chat.with_images(token_ids, messages)
                 return _Prompt(token_ids, spans, known.turn, known, added, known.tools, trace)
         rendered = self._prompts.render(messages, tools)
         kept_tools = copy_nested(tools) if known.turn is None else known.tools

@@ -37,6 +37,7 @@ import msgspec
 from pellucid.config import OrchestratorRunConfig, RunConfig, TrainerRunConfig
 from pellucid.data import Example, PackedArray, RoleSpan, Rollout, TrainingSample, Turn, TurnTrace
 from pellucid.data.files import replace_file, require_file, require_own, sync
+from pellucid.data.images import read_image_shape
 from pellucid.errors import ConfigError, DataError
 from pellucid.ledger import Flow, LedgerEntry, Stage, State, journal, read_journal
 from pellucid.ledger.settings import Change
@@ -225,7 +226,8 @@ def settle_orchestrator(
     path = folder / "ledger" / "orchestrator.jsonl"
     snapshot = read_snapshot(folder) or Snapshot(generation=0 if path.exists() else -1)
     if missing is None:
-        next_batch = _next_batch(folder, snapshot, checkpoint, limits_of(config.transport))
+        limits = limits_of(config.transport, images=read_image_shape(config.model.name))
+        next_batch = _next_batch(folder, snapshot, checkpoint, limits)
     else:
         next_batch = missing if snapshot.is_fallback else min(missing, snapshot.batches_sent)
     check_max_steps(config, next_batch, "sampled")

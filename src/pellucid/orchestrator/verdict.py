@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from pellucid.config import FilterConfig
 from pellucid.config.imports import describe, load_function
 from pellucid.data import PackedArray, Rollout, TrainingSample, Turn, join_columns, join_experts
+from pellucid.data.images import IMAGE
 from pellucid.errors import ConfigError, DataError, UserCodeError
 from pellucid.ledger import Flow, State
 from pellucid.orchestrator.advantage import Advantage, are_equal
@@ -186,5 +187,17 @@ def _token_columns(turns: Sequence[Turn]) -> dict[str, Any]:
         "policy_versions": PackedArray.of_runs(runs, np.int32),
         "routed_experts": join_experts([each.routed_experts for each in tokens]),
         "expert_weights": join_experts([each.expert_weights for each in tokens]),
+        **_image_columns(turns),
         **join_columns(turns),
     }
+
+
+def _image_columns(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Returns the images of a sequence; a token that the model sampled stands for none, whatever its id."""
+    if turns[-1].images is None:
+        return {}
+    mm_tensors, token_id = turns[-1].images
+    types = np.where(turns[-1].known_ids == token_id, IMAGE, 0).astype(np.uint8)
+    for turn in turns:
+        types[turn.num_prompt_tokens : turn.num_known] = 0
+    return {"mm_tensors": mm_tensors, "mm_token_type_ids": types}

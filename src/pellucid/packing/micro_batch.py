@@ -22,6 +22,7 @@ class Kind(NamedTuple):
     training_mode: str
     run_id: str
     is_multimodal: bool = False
+    """Whether it has images; then its one sample is alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,13 @@ def pack_batch(
     shared then, and padding to a multiple would only be another row.
     """
     lengths = np.minimum(table.lengths, seq_len)
-    columns = table["training_mode"].tolist(), table["run_id"].tolist(), map(bool, table["mm_tensors"])
+    has_images = np.fromiter(map(bool, table["mm_tensors"]), np.bool_, table.num_sequences)
+    columns = table["training_mode"].tolist(), table["run_id"].tolist(), has_images.tolist()
     codes, kinds = _numbered(map(Kind, *columns))
+    lengths = np.where(has_images, np.maximum(lengths, max_tokens), lengths)  # so that each is alone
     shares_prompts = share_prompts and not in_rows
     if shares_prompts:
-        groups = _groups(table, codes)
+        groups = np.where(has_images, -1, _groups(table, codes))
         prompts = _common_prompts(table, lengths, groups)
     else:
         groups, prompts = np.full_like(lengths, -1), np.zeros_like(lengths)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.data.images import read_image_shape
 from pellucid.model.load import experts_of, vocab_size
 from pellucid.transport import Batch, BatchReceiver, open_receiver
 
@@ -70,6 +71,7 @@ def open_batches(config: TrainerRunConfig) -> BatchReceiver:
         config.run_name,
         vocab_size=vocab_size(config.model),
         experts=experts_of(config.model) if config.trainer.enable_router_replay else None,
+        images=read_image_shape(config.model.name),
     )
 
 

@@ -89,7 +89,12 @@ def prepare_policy(
 
 
 def check_way(policy: Policy, settings: TrainerModelConfig) -> None:
-    """Raises ConfigError if a setting needs packed sequences, and those of the model go in rows."""
+    """Raises ConfigError if a setting needs packed sequences of text, and the model's are others."""
+    if policy.images is not None and settings.compile:
+        raise ConfigError(
+            f"trainer.model.compile = true is not proven for models with images, such as "
+            f"{type(policy.hf).__name__}; leave it out"
+        )
     if policy.way == "packed":
         return
     for key, value, is_default in (

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pellucid.config import ModelConfig, OptimConfig, SchedulerConfig
+from pellucid.data.images import copy_image_processor
 from pellucid.errors import DataError
 from pellucid.model import Adapter, Policy
 from pellucid.trainer.alarms import Look, UpdateWatch, local_shard
@@ -204,6 +205,8 @@ class TrainedWeights:
         else:
             self.policy.hf.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        if self.policy.images is not None:
+            copy_image_processor(self.model.name, folder)
 
     def offer(self, dtype: torch.dtype | None = None) -> None:
         """Takes part in gathering the shards while the main process takes, writes or saves them."""

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pellucid.config import ModelConfig, TrainerConfig, TrainerPrecision
 from pellucid.config.trainer import SequenceLayout, TrainerModelConfig
+from pellucid.data.images import read_image_shape
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import ConfigError, ModelError, ProcessError
@@ -273,6 +274,12 @@ class Ranks:
 
         if self.group is None:
             return load(self.device), None
+        if read_image_shape(config.name) is not None:
+            raise ConfigError(
+                f"model.name = {config.name!r} reads images, and of several trainer processes one without an "
+                "image in its micro batch would wait for none of the vision tower's weights, and the others "
+                "forever for it; train it in one process (gpus.trainer = 1, trainer.model.cp = 1)"
+            )
         found: list[tuple[Policy, StoredWeights]] = []
 
         def look() -> tuple[str, str, Traits | None]:

@@ -17,7 +17,7 @@ from pellucid.checkpoint import STATE, Progress, newest_intact, take_back
 from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
-from pellucid.data.rules import check_expert_weights, check_experts, check_text
+from pellucid.data.rules import check_expert_weights, check_experts, check_images, check_text
 from pellucid.data.spans import SpanLog
 from pellucid.data.tensors import TokenTensors, generators_of
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, working
@@ -221,7 +221,10 @@ class Run:
         """Raises DataError if the model cannot train on these samples."""
         if table.num_sequences == 0:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
-        check_text(table.columns)
+        if self.policy.images is None:
+            check_text(table.columns)
+        else:
+            check_images(table.columns, self.policy.images)
         if self.policy.replay is not None:
             shape = self.policy.replay.shape
             check_experts(table.columns, shape.experts)
@@ -287,7 +290,8 @@ class Run:
             self.policy.set_requires_gradient_sync(micro_batch.is_last)
         self.trained.activate()
         inputs = forward_inputs(micro_batch.tokens, micro_batch.layout)
-        output: TokenOutput = self.policy(*inputs, micro_batch.tokens["loss_mask"])
+        trainable = micro_batch.tokens["loss_mask"]
+        output: TokenOutput = self.policy(*inputs, trainable, micro_batch.images)
         return output
 
     def predict(self, tokens: TokenTensors, layout: Layout) -> TokenOutput:

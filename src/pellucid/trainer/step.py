@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from pellucid.config import Reduction
 from pellucid.config.gpus import KNOWN_GPUS
 from pellucid.data import TokenTable, TrainingMode
+from pellucid.data.images import IMAGE
 from pellucid.data.tensors import TokenTensors, to_device, to_tensors
 from pellucid.loss import LossInputs, LossRecord, sequence_weights
-from pellucid.model import ContextParallel, Layout, Policy, packed_layout, shared_layout
+from pellucid.model import ContextParallel, ImageInputs, Layout, Policy, packed_layout, shared_layout
 from pellucid.packing import Cost, MicroBatch, PackedBatch
 
 
@@ -32,6 +33,9 @@ class LoadedMicroBatch:
 
     weights: torch.Tensor | None
     """Weight of each token's loss in the step's mean; None: all weigh 1."""
+
+    images: ImageInputs | None = None
+    """The images of its sample; None without any."""
 
     num_filled: int = 0
     """Padding tokens, not in the table, that make rows or slices of context parallelism equally long."""
@@ -103,9 +107,11 @@ class StepBatch:
                 per_sequence[: len(micro_batch.indices)] = self.weights[micro_batch.indices]
                 (weights,) = to_device([np.repeat(per_sequence, table.lengths)], self.device)
             tokens = to_tensors(table, self.device)
+            images = _images_of(table, self.device) if micro_batch.kind.is_multimodal else None
             is_last = index - self.num_before == len(self.packed.steps) - 1
+            placed = layout.to(self.device)
             yield LoadedMicroBatch(
-                index, micro_batch, tokens, layout.to(self.device), is_computed, weights, num_filled, is_last
+                index, micro_batch, tokens, placed, is_computed, weights, images, num_filled, is_last
             )
 
 
@@ -115,6 +121,18 @@ def forward_inputs(
     """Returns the arguments of a policy's forward; tokens that train are told beside them."""
     experts = tokens.get("routed_experts"), tokens.get("expert_weights")
     return tokens["token_ids"], tokens.positions, tokens["temperatures"], layout, *experts
+
+
+def _images_of(table: TokenTable, device: torch.device) -> ImageInputs:
+    """Returns the images of a micro batch; the tokens that stand for them are told by their type."""
+    ends = np.cumsum(table.lengths)
+    is_image = table["mm_token_type_ids"] == IMAGE
+    sequences = [
+        (start + np.flatnonzero(is_image[start:end]), mm_tensors)
+        for start, end, mm_tensors in zip(ends - table.lengths, ends, table["mm_tensors"], strict=True)
+        if mm_tensors
+    ]
+    return ImageInputs.of(sequences, device)
 
 
 def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:

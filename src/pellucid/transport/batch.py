@@ -19,7 +19,7 @@ import xxhash
 
 from pellucid.data import COLUMNS, TokenTable
 from pellucid.data.rows import CellRows, Rows
-from pellucid.data.rules import check_experts, check_rules, check_text
+from pellucid.data.rules import check_experts, check_images, check_rules, check_text
 from pellucid.errors import ColumnError, PayloadError, TransportError
 from pellucid.transport.sections import (
     LENGTHS,
@@ -165,6 +165,8 @@ def _decode(payload: memoryview, limits: Limits) -> Batch:
         check_rules(columns)
         if limits.text_only:
             check_text(columns)
+        if limits.images is not None:
+            check_images(columns, limits.images)
         if limits.experts is not None:
             check_experts(columns, limits.experts)
         _check_run(columns, header.run_id)

@@ -21,6 +21,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from pellucid.data import COLUMNS, Axis, Column, TokenTable
+from pellucid.data.images import ImageShape
 from pellucid.data.packed import PAIR_BYTES, RUN, SPAN
 from pellucid.data.rows import (
     BitRows,
@@ -129,6 +130,9 @@ class Limits:
 
     text_only: bool = False
     """Multimodal samples are refused."""
+
+    images: ImageShape | None = None
+    """How images become tokens, which samples with images are compared with; None: they are not."""
 
     experts: Experts | None = None
     """Routed experts that a batch must have; None: any, or none."""

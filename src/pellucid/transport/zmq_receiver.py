@@ -23,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from pellucid.config import TransportConfig, ZmqTransportConfig
+from pellucid.data.images import ImageShape
 from pellucid.data.rules import Experts
 from pellucid.errors import PayloadError, TransportError
 from pellucid.transport.batch import PREAMBLE, SEALED_FROM, Batch, batch_refused, checksum, decode_batch
@@ -416,14 +417,22 @@ def _address_of(frame: zmq.Frame) -> str:
 
 
 def limits_of(
-    config: TransportConfig, *, vocab_size: int | None = None, experts: Experts | None = None
+    config: TransportConfig,
+    *,
+    vocab_size: int | None = None,
+    experts: Experts | None = None,
+    images: ImageShape | None = None,
 ) -> Limits:
-    """Returns the receiver's limits. Bytes bound the tokens: each takes one, unless it is shared."""
+    """Returns the receiver's limits. Bytes bound the tokens: each takes one, unless it is shared.
+
+    `images`: how the model turns images into tokens; None: it takes text alone.
+    """
     return Limits(
         config.max_batch_bytes,
         max_tokens=config.max_batch_bytes,
         vocab_size=vocab_size,
-        text_only=True,
+        text_only=images is None,
+        images=images,
         experts=experts,
     )
 
@@ -435,9 +444,11 @@ def open_receiver(
     *,
     vocab_size: int | None = None,
     experts: Experts | None = None,
+    images: ImageShape | None = None,
 ) -> BatchReceiver:
-    """`vocab_size`: a batch with a token id beyond it is refused; `experts`: one without these experts."""
-    limits = limits_of(config, vocab_size=vocab_size, experts=experts)
+    """`vocab_size`: a batch with a token id beyond it is refused; `experts`: one without these experts;
+    `images`: see `limits_of`."""
+    limits = limits_of(config, vocab_size=vocab_size, experts=experts, images=images)
     if not isinstance(config, ZmqTransportConfig):
         return FilesystemReceiver(run_dir, limits=limits)
     return ZmqReceiver(

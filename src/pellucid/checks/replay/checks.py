@@ -334,6 +334,9 @@ class Checks:
     def _check_weights(self, number: int, step: TokenTable) -> dict[str, Values]:
         if self.predictor is None or "temperatures" not in step:
             return {}
+        if "mm_token_type_ids" in step and step["mm_token_type_ids"].any():
+            self._note(f"logprobs of step {number} were not recomputed: it has images, and exports no pixels")
+            return {}
         try:
             predicted = self.predictor.predict(number, step) or {}
         except PellucidError as error:

@@ -98,8 +98,10 @@ class Predictor:
         hidden: list[Tensor] = []
         compute = self._policy.hidden
 
-        def keep(token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-            states = compute(token_ids, positions, plan)
+        def keep(
+            token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
+        ) -> Tensor:
+            states = compute(token_ids, positions, plan, embeddings)
             hidden.append(states[0])
             return states
 
