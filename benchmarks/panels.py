@@ -73,9 +73,9 @@ def _panel(panel: Panel, window: int) -> Iterator[str]:
         yield _line(raw, last, f'class="raw" stroke="{colour}"')
         yield _line(means(series.rewards, window), last, f'class="mean" stroke="{colour}"')
         offset = 4.0 * (number - (len(panel.series) - 1) / 2)
-        for step, low, share, high in series.shares:
-            (x, top), (_, bottom) = _place(step, high, last), _place(step, low, last)
-            x, middle = x + offset, _place(step, share, last)[1]
+        for at, low, share, high in series.shares:
+            (x, top), (_, bottom) = _place(at, high, last), _place(at, low, last)
+            x, middle = x + offset, _place(at, share, last)[1]
             yield f'<path class="interval" stroke="{colour}" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>'
             yield f'<circle cx="{x:.1f}" cy="{middle:.1f}" r="3.5" fill="{colour}"/>'
         y = TOP + 12 + 16 * number

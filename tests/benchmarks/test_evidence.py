@@ -1,6 +1,7 @@
 """What `make evidence` makes of its runs, and that it evaluates on questions that were never trained on."""
 
 import json
+import runpy
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -204,3 +205,15 @@ def test_configurations_parse() -> None:
     for config in (large, small):
         assert (config.orchestrator.batch_size, config.orchestrator.rollouts_per_example) == (128, 16)
         assert [env.id for env in config.orchestrator.env] == ["verifiers:reverse-text"]
+
+
+def test_sentences_to_reverse_and_their_warm_up(tmp_path: Path) -> None:
+    prepare = runpy.run_path("examples/reverse_text_qwen/prepare.py")
+    texts = prepare["sentences"]()
+    assert len(set(texts)) == len(texts) == 9 * 10 * 8 * 8  # each once, so that slices share none
+    prepare["write"](tmp_path / "warmup.jsonl", prepare["warm_up"](texts[:1]))
+    (row,) = map(json.loads, (tmp_path / "warmup.jsonl").read_text().splitlines())
+    assert [message["content"] for message in row["messages"][1:]] == [
+        texts[0],
+        f"<reversed_text>\n{texts[0][::-1]}\n</reversed_text>",
+    ]
