@@ -1,6 +1,8 @@
-"""docs/evidence.md and its picture, made from `evidence.json`: `python -m benchmarks.evidence_page`.
+"""docs/evidence.md, its picture and the README's figures, made from `evidence.json`.
 
-Everything between the page's marks comes from here; nothing there is written by hand.
+    python -m benchmarks.evidence_page
+
+Everything between a page's marks comes from here; nothing there is written by hand.
 """
 
 import json
@@ -18,7 +20,9 @@ PICTURES = Path("docs/images")
 WINDOW = 6
 """Steps in a mean of the picture: a step has about fifteen questions, so single ones jump."""
 
+README = Path("README.md")
 START, STOP = "<!-- measured -->\n", "<!-- /measured -->\n"
+SUMMARY_START, SUMMARY_STOP = "<!-- evidence -->", "<!-- /evidence -->"
 Z_95 = 1.959963984540054
 """Quantile of the normal distribution for an interval of 95 %."""
 
@@ -198,14 +202,36 @@ def _share(step: int, accuracy: Accuracy) -> tuple[float, float, float, float]:
     return step, low, accuracy.num_correct / accuracy.num_questions, high
 
 
-def write_page(evidence: Evidence, page: Path = PAGE, pictures: Path = PICTURES) -> None:
+def summary(tasks: Sequence[TaskResult]) -> str:
+    """Returns the README's figures: accuracy of each task before and after RL, lowest and highest seed."""
+    parts = []
+    for task in tasks:
+        before, after = (_span([run.before for run in task.runs]), _span([run.after for run in task.runs]))
+        seeds = f"{len(task.runs)} seed" + "s" * (len(task.runs) > 1)
+        parts.append(f"`{task.task}` from {before} % to {after} % ({seeds})")
+    return ", ".join(parts)
+
+
+def _span(accuracies: Sequence[Accuracy]) -> str:
+    shares = [round(100 * each.num_correct / each.num_questions) for each in accuracies]
+    return f"{min(shares)}" if min(shares) == max(shares) else f"{min(shares)} – {max(shares)}"
+
+
+def write_page(
+    evidence: Evidence, page: Path = PAGE, pictures: Path = PICTURES, readme: Path = README
+) -> None:
     panels = [_panel(task) for task in evidence.tasks]
     if (known := evidence.known_result) is not None:
         panels.append(Panel("reverse-text", [Series("seed 0", [point.reward for point in known.points])]))
     (pictures / "evidence.svg").write_text(draw_panels(panels, WINDOW))
-    before, _, rest = page.read_text().partition(START)
-    _, _, after = rest.partition(STOP)
-    page.write_text(f"{before}{START}\n{measured(evidence)}\n{STOP}{after}")
+    _replace(page, START, f"\n{measured(evidence)}\n", STOP)
+    _replace(readme, SUMMARY_START, summary(evidence.tasks), SUMMARY_STOP)
+
+
+def _replace(path: Path, start: str, text: str, stop: str) -> None:
+    before, _, rest = path.read_text().partition(start)
+    _, _, after = rest.partition(stop)
+    path.write_text(f"{before}{start}{text}{stop}{after}")
 
 
 if __name__ == "__main__":

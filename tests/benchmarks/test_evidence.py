@@ -21,9 +21,12 @@ from benchmarks.evidence import (
 )
 from benchmarks.evidence_page import (
     PAGE,
+    README,
     RESULTS,
     START,
     STOP,
+    SUMMARY_START,
+    SUMMARY_STOP,
     Accuracy,
     Evidence,
     KnownResult,
@@ -78,11 +81,14 @@ def evidence() -> Evidence:
 
 
 def test_the_page_follows_from_the_file(tmp_path: Path) -> None:
-    results, page = tmp_path / "evidence.json", tmp_path / "evidence.md"
+    results, page, readme = (tmp_path / name for name in ("evidence.json", "evidence.md", "README.md"))
+    readme.write_text(f"a {SUMMARY_START}old{SUMMARY_STOP} z")
     results.write_text(json.dumps(asdict(evidence())))
     assert load(results) == evidence()
     page.write_text(f"before\n{START}old\n{STOP}after\n")
-    write_page(load(results), page, tmp_path)
+    write_page(load(results), page, tmp_path, readme)
+    figures = "`needle` from 25 % to 75 % (1 seed)"
+    assert readme.read_text() == f"a {SUMMARY_START}{figures}{SUMMARY_STOP} z"
     lines = page.read_text().splitlines()
     assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
     accuracies = "0.0 % (0.0 – 1.6) | 25.0 % (19.9 – 30.8) | 75.0 % (69.2 – 80.1)"
@@ -92,7 +98,7 @@ def test_the_page_follows_from_the_file(tmp_path: Path) -> None:
     assert "| `reverse-text` | 0 | 3 | 288 | 99 | 66 | 10.0 min | 2.5 min | 4.0 → 5.0 |" in lines
     assert (tmp_path / "evidence.svg").read_text().count("<polyline") == 4
     again = page.read_text()
-    write_page(load(results), page, tmp_path)
+    write_page(load(results), page, tmp_path, readme)
     assert page.read_text() == again
 
 
@@ -102,10 +108,11 @@ def test_a_thick_line_is_the_mean_of_the_last_steps() -> None:
 
 
 def test_the_page_of_the_documentation_is_up_to_date(tmp_path: Path) -> None:
-    page = tmp_path / "evidence.md"
+    page, readme = tmp_path / "evidence.md", tmp_path / "README.md"
     page.write_text(PAGE.read_text())
-    write_page(load(RESULTS), page, tmp_path)
-    assert page.read_text() == PAGE.read_text()
+    readme.write_text(README.read_text())
+    write_page(load(RESULTS), page, tmp_path, readme)
+    assert (page.read_text(), readme.read_text()) == (PAGE.read_text(), README.read_text())
     for picture in tmp_path.glob("*.svg"):
         assert picture.read_text() == (PAGE.parent / "images" / picture.name).read_text()
 
