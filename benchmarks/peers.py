@@ -171,8 +171,9 @@ def race_on(
     if race.target is None or not seeds[1:]:
         return
     our_best, their_best = (winner(runs, race.target, name) for name in (OURS, THEIRS))
+    our_choice = next((each for each in race.ours if each[1] == our_best), first)
     for seed in seeds[1:]:
-        ours(*next((each for each in race.ours if each[1] == our_best), first), seed)
+        ours(*our_choice, seed)
         theirs(next((each for each in full if str(each) == their_best), full[0]), seed)
 
 

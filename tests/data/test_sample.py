@@ -202,7 +202,7 @@ def test_bytes_that_do_not_fit_are_refused(packed, message) -> None:
         packed.array()
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), max_size=8), st.integers(0, 30))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=8), st.integers(0, 30))
 def test_spans_pack_like_the_mask_they_paint(gaps_and_lengths: list[tuple[int, int]], rest: int) -> None:
     spans, position = [], 0
     for gap, length in gaps_and_lengths:  # a gap of 0: two spans touch

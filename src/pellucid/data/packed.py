@@ -61,6 +61,8 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
         does, but without painting it."""
         joined: list[tuple[int, int]] = []
         for start, length in spans:
+            if not length:
+                continue
             if joined and sum(joined[-1]) == start:
                 start, before = joined.pop()
                 length += before
