@@ -167,7 +167,8 @@ def race_on(
             if race.target is not None and (reached := runs[-1].reached(race.target)) is not None:
                 limit_s = min(limit_s, reached[0])
         if other is not None:
-            runs.append(ours(*other, seeds[0]))
+            name, setting, flags = other
+            runs.append(ours(name, setting, flags, seeds[0]))
     if race.target is None or not seeds[1:]:
         return
     our_best, their_best = (winner(runs, race.target, name) for name in (OURS, THEIRS))
