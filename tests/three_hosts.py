@@ -289,7 +289,7 @@ def rough_ride(
             run.start(name)
         say(f"first step after {run.wait_for_step(0):.1f} s")
         started, struck = time.monotonic(), []
-        calm = [run.wait_for_step(run.newest_step + 1) for _ in range(3)]
+        calm = [run.wait_for_step(run.newest_step + 1) for _ in range(2)]
         for planned in faults(started):
             struck.append(strike(run, planned))
             say(f"{time.monotonic() - started:6.0f} s  {struck[-1]}")
