@@ -516,7 +516,7 @@ def forget_expert_kernels(model: torch.nn.Module) -> None:
     """Makes vLLM pad and pack the experts that it loads next as its kernel for CPUs reads them, which it does
     where there is no kernel yet: for the first weights alone."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
