@@ -13,7 +13,7 @@ from pellucid.config import ModelConfig, TrainerRunConfig
 from pellucid.data import RecordedExperts, TokenTable, TrainingSample, join_experts
 from pellucid.data.rules import check_experts
 from pellucid.data.tensors import to_tensors
-from pellucid.errors import DataError, ModelError
+from pellucid.errors import ConfigError, DataError, ModelError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
@@ -292,6 +292,14 @@ def test_experts_are_counted_under_the_dropout_that_trains(build, table) -> None
     assert len(chosen) == len(counted) == len(without) > 2
     assert all(map(torch.equal, chosen, counted))
     assert not any(map(torch.equal, chosen, without))
+
+
+def test_dropout_that_a_compiled_forward_may_draw_otherwise_is_refused(build, table) -> None:
+    model = {**BALANCED, "compile": True}
+    with pytest.raises(
+        ConfigError, match="router_aux_loss_coef counts experts under model.lora.dropout = 0.3"
+    ):
+        build(model=model, lora={"rank": 4, "dropout": 0.3}, enable_router_replay=False)
 
 
 def test_the_weight_of_the_balancing_loss_is_its_gradients(build, table) -> None:

@@ -75,6 +75,12 @@ def prepare_policy(
     if settings.enable_router_replay:
         policy.replay_experts(weights=settings.replay_expert_weights)
     if settings.model.router_aux_loss_coef:
+        if settings.model.compile and lora is not None and lora.dropout and policy.replay is None:
+            raise ConfigError(
+                "trainer.model.router_aux_loss_coef counts experts under model.lora.dropout = "
+                f"{lora.dropout}, and a compiled forward may draw other numbers where it only counts; set "
+                "model.lora.dropout to 0, or leave trainer.model.compile out"
+            )
         policy.balance_experts()
     if settings.model.compile:
         ranks.alike(lambda: check_compiler(ranks.device))
