@@ -46,8 +46,10 @@ def run() -> list[Result]:
         results = []
         for num_requests, longest, group in CASES:
             asked = draw_requests(policy.vocab_size, num_requests, longest, group)
-            theirs = [partial(_generate, engine) for engine in engines.values()]
-            sides: list[Callable[[Asked], object]] = [partial(sample, policy), *theirs]
+            sides: list[Callable[[Asked], object]] = [
+                partial(sample, policy),
+                *(partial(_generate, engine) for engine in engines.values()),
+            ]
             for side in sides:
                 side(asked[:8])
             our_s, *their_s = fastest_each_s([partial(side, asked) for side in sides])

@@ -141,7 +141,8 @@ def race_on(
         print(told(curve, race.target), flush=True)
         return curve
 
-    def ours(name: str, setting: str, flags: Sequence[str], seed: int) -> Curve:
+    def ours(side: tuple[str, str, Sequence[str]], seed: int) -> Curve:
+        name, setting, flags = side
         train = partial(train_with_pellucid, race, name, flags, model, seed, max_s)
         return once(name, seed, setting, train)
 
@@ -158,7 +159,7 @@ def race_on(
         )
 
     first, *others = race.ours
-    runs = [ours(*first, seeds[0])]
+    runs = [ours(first, seeds[0])]
     trials = [(settings, tried(settings)) for settings in race.trials]
     limit_s, full = max_s, candidates(trials, race.target is not None)
     for settings, other in zip_longest(full, others):  # by turns
@@ -167,14 +168,12 @@ def race_on(
             if race.target is not None and (reached := runs[-1].reached(race.target)) is not None:
                 limit_s = min(limit_s, reached[0])
         if other is not None:
-            name, setting, flags = other
-            runs.append(ours(name, setting, flags, seeds[0]))
+            runs.append(ours(other, seeds[0]))
     if race.target is None or not seeds[1:]:
         return
     our_best, their_best = (winner(runs, race.target, name) for name in (OURS, THEIRS))
-    our_choice = next((each for each in race.ours if each[1] == our_best), first)
     for seed in seeds[1:]:
-        ours(*our_choice, seed)
+        ours(next((each for each in race.ours if each[1] == our_best), first), seed)
         theirs(next((each for each in full if str(each) == their_best), full[0]), seed)
 
 
