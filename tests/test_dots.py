@@ -1,6 +1,5 @@
 """The example that counts dots: pictures through engine, orchestrator and trainer, until the model sees."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 import warm
 from pellucid.ledger import reconcile
@@ -48,10 +48,11 @@ def test_every_token_is_accounted_for(finished) -> None:
 
 def test_exports_tell_the_tokens_of_pictures(finished) -> None:
     """Four tokens of each picture, none of which trains; the first batch has the engine's logprobs."""
-    path = finished / "token_exports" / "step_0" / "rank_0.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path = finished / "token_exports" / "step_0" / "rank_0.parquet"
+    records = parquet.read_table(path, columns=["mm_token_type_ids", "loss_mask"]).to_pylist()
+    assert len(records) == 64
     for record in records:
         types, trains = np.array(record["mm_token_type_ids"]), np.array(record["loss_mask"])
         assert types.sum() == 4 and not (types & trains).any()
-    first = read_metrics(finished / "metrics" / "trainer.jsonl")[0]
+    first = next(iter(read_metrics(finished / "metrics" / "trainer.jsonl")))
     assert first["mismatch_kl/all/mean"] < 1e-9
