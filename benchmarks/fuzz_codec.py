@@ -23,12 +23,22 @@ import msgspec
 import numpy as np
 
 from pellucid.data import COLUMNS, Axis, TokenTable, TrainingMode, TrainingSample
+from pellucid.data.images import ImageShape, pack_images
 from pellucid.errors import PayloadError
 from pellucid.transport import Batch, Limits, decode_batch, encode_batch
 from pellucid.transport.batch import PREAMBLE, SEALED_FROM, checksum
 
 VOCAB_SIZE = 1000
-LIMITS = Limits(max_bytes=1 << 20, max_tokens=1 << 20, max_sequences=1 << 12, vocab_size=VOCAB_SIZE)
+LIMITS = Limits(
+    max_bytes=1 << 20,
+    max_tokens=1 << 20,
+    max_sequences=1 << 12,
+    vocab_size=VOCAB_SIZE,
+    images=ImageShape(token_id=0, patch_size=2, scale_factor=1),
+)
+NUM_TILES = 14
+"""Tiles of 2 × 2 pixels, one token each."""
+
 _DEADLINE_S = 1.0
 _MEMORY_BYTES = 1 << 30
 _TELLING = [0, 1, 2, 7, 8, 255, 256, 65535, 1 << 31, (1 << 32) - 1, 1 << 63, (1 << 64) - 1]
@@ -83,8 +93,8 @@ def make_batches(generator: Generator) -> list[Batch]:
             teacher_logprobs=-generator.random(75),
             temperatures=0.5 + generator.random(70),
             advantages=generator.normal(size=70),
-            mm_token_type_ids=np.arange(75) > 60,
-            mm_tensors=b"opaque" * index,
+            mm_token_type_ids=np.arange(75) >= 75 - NUM_TILES * index,
+            mm_tensors=_tiles(generator) if index else b"",
             role_spans=[("user", 0, 5), ("assistant", 5, 75)],
             **{
                 name: column.filled(
@@ -120,6 +130,13 @@ def make_batches(generator: Generator) -> list[Batch]:
     ]
     mixes = [plain, sparse, rich, [*plain, sft], [sft], [*opd, sft]]
     return [Batch("run", step, TokenTable.from_samples(samples)) for step, samples in enumerate(mixes)]
+
+
+def _tiles(generator: Generator) -> bytes:
+    pixels = generator.integers(0, 256, (NUM_TILES, 3, 2, 2), np.uint8)
+    return pack_images(
+        [{"pixels": pixels, "scale": np.ones(3, np.float32), "shift": np.zeros(3, np.float32)}]
+    )
 
 
 def _sample(

@@ -27,7 +27,7 @@ def finished(tmp_path_factory):
     subprocess.run(made, check=True, capture_output=True, env=env)
     flags = ["--model.name", str(folder / "model"), "--output-dir", str(folder / "rl")]
     command = ["rl", "@", str(EXAMPLE / "rl.toml"), *flags]
-    result = warm.run(command, capture_output=True, text=True, env=env)
+    result = warm.run(command, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder / "rl"
 
