@@ -141,6 +141,15 @@ def unpack_images(mm_tensors: bytes) -> ImageArrays:
     return dict(arrays)
 
 
+def starts_with(mm_tensors: bytes, first: bytes) -> bool:
+    """Returns whether the images of a payload begin with all of those of another, pixel by pixel."""
+    if mm_tensors == first:
+        return True
+    whole, begun = unpack_images(mm_tensors), unpack_images(first)
+    whole["pixels"] = whole["pixels"][: len(begun["pixels"])]
+    return all(np.array_equal(whole[name], begun[name]) for name in _DTYPES)
+
+
 class ImageProcessor:
     """Prepares images with the image processor of the model's folder, and writes out their places."""
 

@@ -361,10 +361,10 @@ class Policy(nn.Module):
         images: ImageInputs | None,
     ) -> TokenOutput:
         ids, places = token_ids[layout.computed][None], positions[layout.computed][None]
+        embeddings = self.embed(token_ids, images)
+        embeddings = None if embeddings is None else embeddings[layout.computed]
         replaced = None
         if self.replay is None or routed_experts is None:
-            embeddings = self.embed(token_ids, images)
-            embeddings = None if embeddings is None else embeddings[layout.computed]
             hidden = self.hidden(ids, places, layout.plan, embeddings).squeeze(0)
         else:
             recorded = routed_experts[layout.computed]
@@ -374,7 +374,7 @@ class Policy(nn.Module):
                 recorded = rows.spread_flat(recorded.short(), fill=-1)  # bytes have no number below 0
                 weights = None if weights is None else rows.spread_flat(weights, fill=math.nan)
             with self.replay.of(recorded, weights) as replayed:
-                hidden = self.hidden(ids, places, layout.plan).squeeze(0)
+                hidden = self.hidden(ids, places, layout.plan, embeddings).squeeze(0)
             of_computed = replayed.share_replaced()
             of_computed = of_computed if rows is None else rows.gather(of_computed)
             replaced = of_computed[layout.predecessors]

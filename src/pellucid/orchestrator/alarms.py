@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pellucid.data import Completion, Rollout
 from pellucid.data.alarms import Bell
+from pellucid.data.images import tensors_of
 from pellucid.data.plain import brief
 from pellucid.data.rollout import NOT_OURS
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
@@ -205,6 +206,10 @@ class _Group:
         return values
 
 
+def _hash(prompt_ids: Sequence[int]) -> int:
+    return hash((tuple(prompt_ids), tensors_of(prompt_ids)))
+
+
 class WatchedClient:
     """An inference client that shows every answer to the alarms before it returns it."""
 
@@ -258,12 +263,12 @@ class WatchedClient:
         name = group_of_request(request_id)
         group = self._groups.get(name)
         if group is None:
-            prompt_hash = hash(tuple(prompt_ids))
+            prompt_hash = _hash(prompt_ids)
             group = self._groups[name] = _Group(name, params.temperature, prompt_ids, prompt_hash)
             if len(self._groups) > _MAX_GROUPS:
                 del self._groups[next(iter(self._groups))]
         elif group.temperature != params.temperature or (
-            group.prompt_ids is not prompt_ids and group.prompt_hash != hash(tuple(prompt_ids))
+            group.prompt_ids is not prompt_ids and group.prompt_hash != _hash(prompt_ids)
         ):
             return None
         group.prompt_ids = prompt_ids
