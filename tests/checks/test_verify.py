@@ -46,6 +46,14 @@ def failures(config, check) -> dict[str, str]:
     return found
 
 
+def test_an_environment_with_images_is_refused_with_its_name(config) -> None:
+    env = {"env": [{"id": "reverse-text"}, {"id": "pictures:ShowsPictures", "name": "dots"}]}
+    shown = VerifyConfig.model_validate(config.model_dump() | {"orchestrator": env})
+    rule = "orchestrator.env 'dots' shows images, and verify checks text alone; name an environment of text"
+    with pytest.raises(ConfigError, match=rule), subject.opened(shown):
+        pass
+
+
 def test_a_sound_trainer_passes_every_check(config) -> None:
     findings = verify.verify(config)
     assert [finding.what for finding in findings if not finding.passed] == []

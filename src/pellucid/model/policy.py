@@ -241,7 +241,10 @@ class Policy(nn.Module):
 
     def embed(self, token_ids: Tensor, images: ImageInputs | None) -> Tensor | None:
         """Embeds a row of tokens with images; None without images: the model embeds ids itself."""
-        return None if images is None else embed(self.hf, token_ids, images)
+        if images is None:
+            return None
+        assert self.images is not None
+        return embed(self.hf, self.images, token_ids, images)
 
     def hidden(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None

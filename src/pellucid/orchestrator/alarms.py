@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pellucid.data import Completion, Rollout
 from pellucid.data.alarms import Bell
-from pellucid.data.images import tensors_of
+from pellucid.data.images import has_pixels, tensors_of
 from pellucid.data.plain import brief
 from pellucid.data.rollout import NOT_OURS
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
@@ -126,6 +126,8 @@ class OrchestratorAlarms:
         rollout = verdict.rollout
         environment = environments.get(rollout.env_name)
         if rollout.env_name in self._unrepeatable or environment is None or not verdict.samples:
+            return
+        if not has_pixels(rollout.example.messages):  # it comes from a snapshot
             return
         found = _reward_again(environment, rollout)
         if found is None:
