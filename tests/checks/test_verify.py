@@ -11,6 +11,7 @@ import torch
 from pellucid.checks import verify
 from pellucid.checks.verify import agreement, gradients, path, subject
 from pellucid.config import VerifyConfig
+from pellucid.config.orchestrator import EnvConfig
 from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
 from pellucid.errors import ConfigError
@@ -47,8 +48,8 @@ def failures(config, check) -> dict[str, str]:
 
 
 def test_an_environment_with_images_is_refused_with_its_name(config) -> None:
-    env = {"env": [{"id": "reverse-text"}, {"id": "pictures:ShowsPictures", "name": "dots"}]}
-    shown = VerifyConfig.model_validate(config.model_dump() | {"orchestrator": env})
+    environments = [EnvConfig(id="reverse-text"), EnvConfig(id="pictures:ShowsPictures", name="dots")]
+    shown = subject.updated(config, orchestrator={"env": environments})
     rule = "orchestrator.env 'dots' shows images, and verify checks text alone; name an environment of text"
     with pytest.raises(ConfigError, match=rule), subject.opened(shown):
         pass

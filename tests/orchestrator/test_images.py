@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from pellucid.data import Example, Rollout
+from pellucid.data.alarms import read_alarms
 from pellucid.data.images import FAMILIES, ImagePrompt, ImageShape, has_pixels, urls_of
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import RolloutError, TeacherError
@@ -23,7 +24,7 @@ from pellucid.orchestrator.records import rollout_record
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
 from pellucid.orchestrator.snapshot import HeldRollout
 from pellucid.orchestrator.verdict import Verdict, build_samples
-from pictures import pixels, user
+from pictures import ShowsPictures, pixels, user
 
 SHAPE = ImageShape(token_id=101, patch_size=8, scale_factor=2)
 OF_PARTS = (
@@ -120,7 +121,8 @@ def test_turns_with_other_pictures_are_samples_of_their_own(chat) -> None:
     replaced = [*user(pixels(1), "?"), {"role": "assistant", "content": ""}, *user("and?")]
     rollout = converse(chat, client, user(pixels(0), "?"), replaced)
     first, second = client.prompts
-    assert list(second)[: len(first)] == list(first) and second.mm_tensors != first.mm_tensors
+    known = rollout.turns[0].known_ids.tolist()
+    assert list(second)[: len(known)] == known and second.mm_tensors != first.mm_tensors
     samples = build_samples(rollout, run_id="run", advantage=1.0)
     assert [each.values["mm_tensors"] for each in samples] == [first.mm_tensors, second.mm_tensors]
     assert [each.num_sampled for each in samples] == [4, 3]
@@ -157,6 +159,18 @@ def test_saved_rollouts_and_snapshots_hold_digests_of_pictures(chat) -> None:
     assert taken_up.example.messages == [first]
     assert not has_pixels(taken_up.example.messages) and has_pixels(rollout.example.messages)
     assert rollout.example.messages == opening
+
+
+def test_a_reward_is_not_scored_again_without_its_pictures(chat, tmp_path) -> None:
+    """From a snapshot, an example has digests of them, which another reward may come from."""
+    rollout = converse(chat, Answers(answer(chat, "yes")), user(pixels(0), "?"))
+    verdict = Verdict(rollout, Flow.SENT, samples=build_samples(rollout, run_id="run", advantage=1.0))
+    alarms = OrchestratorAlarms(tmp_path, lambda: 5, seed=0)
+    environments = {"env": ShowsPictures(seed=0)}  # whose reward is 0.0, not the 1.0 that trains
+    alarms.judge_batch([HeldRollout.of(verdict).verdict("run")], environments)
+    assert list(read_alarms(tmp_path)) == []
+    alarms.judge_batch([verdict], environments)
+    assert [alarm.name for alarm in read_alarms(tmp_path)] == ["reward"]
 
 
 def test_first_tokens_of_other_pictures_are_not_compared(tmp_path) -> None:
