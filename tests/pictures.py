@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pellucid.data import TrainingSample
+from pellucid.data import Example, TrainingSample
 from pellucid.data.images import ImagePrompt, data_url, unpack_images
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy
+from pellucid.orchestrator import Score, SingleTurnEnvironment
 from pellucid.orchestrator.chat import ChatTemplate
 
 SIDE = 32
@@ -40,6 +41,14 @@ def user(*contents: Any) -> list[dict[str, Any]]:
     """A message of texts and pictures, or of one text."""
     parts = [{"type": "text", "text": each} if isinstance(each, str) else part(each) for each in contents]
     return [{"role": "user", "content": parts}]
+
+
+class ShowsPictures(SingleTurnEnvironment):
+    def example(self, index: int) -> Example:
+        return Example(str(index), user(pixels(index), "?"))
+
+    def reward(self, example: Example, text: str) -> Score:
+        return Score(0.0)
 
 
 def sampled(policy: Policy, chat: ChatTemplate, conversations: Any, max_tokens: int = 6) -> Any:

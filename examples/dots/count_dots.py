@@ -13,6 +13,7 @@ from pellucid.orchestrator import Score, SingleTurnEnvironment
 
 SIDE = 16
 MAX_DOTS = 4
+ANSWERS = {str(number) for number in range(1, MAX_DOTS + 1)}
 QUESTION = "dots?"
 
 
@@ -30,6 +31,4 @@ class CountDots(SingleTurnEnvironment):
         return Example(str(index), [{"role": "user", "content": content}], {"answer": str(num_dots)})
 
     def reward(self, example: Example, text: str) -> Score:
-        return Score(
-            float(text == example.info["answer"]), {"is_number": float(text in "1234" and text != "")}
-        )
+        return Score(float(text == example.info["answer"]), {"is_number": float(text in ANSWERS)})

@@ -27,7 +27,8 @@ def prepare(folder: Path, seed: int) -> float:
     """Returns the probability of right answers that the model ends with."""
     path = folder / "model"
     make_tiny_vision_model(path, image_size=SIDE, patch_size=4, scale_factor=2, seed=seed)
-    chat = ChatTemplate(tokenizer := load_tokenizer(str(path)))
+    tokenizer = load_tokenizer(str(path))
+    chat = ChatTemplate(tokenizer)
     model = AutoModelForImageTextToText.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     environment, share, step = CountDots(seed=seed + 1), 0.0, 0
@@ -41,12 +42,12 @@ def prepare(folder: Path, seed: int) -> float:
             answers.append([*tokenizer.encode(example.info["answer"]), tokenizer.eos_token_id])
         images = ImageInputs.of([([], prompt.mm_tensors) for prompt in prompts], torch.device("cpu"))
         ids = torch.tensor([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
-        logprobs = model(input_ids=ids, pixel_values=torch.stack(list(images.pixel_values))).logits
+        logits = model(input_ids=ids, pixel_values=torch.stack(list(images.pixel_values))).logits
         targets = ids[:, -2:, None]
-        of_answers = logprobs[:, -3:-1].log_softmax(-1).gather(-1, targets)[..., 0]
-        share = float(of_answers.detach().sum(-1).exp().mean())
+        answer_logprobs = logits[:, -3:-1].log_softmax(-1).gather(-1, targets)[..., 0]
+        share = float(answer_logprobs.detach().sum(-1).exp().mean())
         optimizer.zero_grad()
-        (-of_answers.mean()).backward()
+        (-answer_logprobs.mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1

@@ -11,6 +11,7 @@ import torch
 from pellucid.checks import verify
 from pellucid.checks.verify import agreement, gradients, path, subject
 from pellucid.config import VerifyConfig
+from pellucid.config.orchestrator import EnvConfig
 from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
 from pellucid.errors import ConfigError
@@ -44,6 +45,14 @@ def failures(config, check) -> dict[str, str]:
             if not finding.passed:
                 found.setdefault(finding.check, finding.meaning)
     return found
+
+
+def test_an_environment_with_images_is_refused_with_its_name(config) -> None:
+    environments = [EnvConfig(id="reverse-text"), EnvConfig(id="pictures:ShowsPictures", name="dots")]
+    shown = subject.updated(config, orchestrator={"env": environments})
+    rule = "orchestrator.env 'dots' shows images, and verify checks text alone; name an environment of text"
+    with pytest.raises(ConfigError, match=rule), subject.opened(shown):
+        pass
 
 
 def test_a_sound_trainer_passes_every_check(config) -> None:

@@ -150,7 +150,7 @@ TEXT = {"head_dim": 8, "max_position_embeddings": 16384}
 BY_LAYER_TYPE = {"full_attention": LONGROPE, "sliding_attention": PLAIN_ROPE}
 
 
-def beyond(length: int) -> dict[str, Any]:
+def beyond(length: int | None) -> dict[str, Any]:
     return {**LONGROPE, "original_max_position_embeddings": length}
 
 
@@ -190,8 +190,9 @@ def beyond(length: int) -> dict[str, Any]:
         ({"model_type": "llama", **TEXT, "rope_parameters": PLAIN_ROPE}, set()),
         ({"model_type": "gpt2"}, set()),
         ({"model_type": "none of them"}, set()),
+        ({"model_type": "llama", **TEXT, "rope_parameters": beyond(None)}, set()),
     ],
-    ids=["flat", "by layer type", "two limits", "text config", "phi3", "plain", "none", "unknown"],
+    ids=["flat", "by layer type", "two limits", "text config", "phi3", "plain", "none", "unknown", "null"],
 )
 def test_the_limits_of_longrope_are_found_wherever_they_stand(tmp_path, config, limits) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -3,13 +3,14 @@
 import asyncio
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
 from engine_server import EngineServer, listening
 from pellucid.config import ModelConfig
 from pellucid.data import Completion
-from pellucid.data.images import ImagePrompt
+from pellucid.data.images import ImagePrompt, pack_images, unpack_images
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, GenerateRequest, SamplingParams
@@ -94,6 +95,8 @@ def test_images_that_do_not_fill_their_places_are_refused(policy, chat, tiny_mod
         "the prompt ends with an image; let a token of text follow"
     )
     assert "is no safetensors payload" in refusal(policy, ids, b"pixels")
+    empty = {name: np.zeros_like(each) for name, each in unpack_images(tensors).items()}
+    assert "all exactly 0 in tile 0" in refusal(policy, ids, pack_images([empty]))
     text = load_policy(ModelConfig(name=str(tiny_model)))
     assert refusal(text, [5, 6], tensors) == (
         "the prompt has images, and the model takes text alone; leave them out"

@@ -11,6 +11,7 @@ from pellucid.config import ModelConfig
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import ModelError
 from pellucid.model import load_policy
+from pellucid.model.load import vocab_size
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -56,3 +57,10 @@ def test_a_folder_without_a_tokenizer_gets_no_empty_one(folder: Path) -> None:
         path.unlink()
     with pytest.raises(ModelError, match=r"no tokenizer in this folder \(none of .*tokenizer.json.*\); save"):
         load_tokenizer(str(folder))
+
+
+def test_a_config_with_a_value_of_another_type_is_refused_without_weights(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "64"}))
+    with pytest.raises(ModelError, match=r"could not be loaded \(.*hidden_size.*\); check that it holds"):
+        vocab_size(ModelConfig(name=str(folder)))

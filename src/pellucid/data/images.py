@@ -6,17 +6,20 @@
 
 - Tensors travel as bytes in the safetensors format (`mm_tensors`). Pixels stay the integers that resizing
   gives, which is a quarter of the bytes; the model is given `pixels · scale + shift`.
-- The prompt tells which tokens stand for images, not their ids: a model may sample `<image>`.
+- In a sample, `mm_token_type_ids` tells which tokens stand for images: a model may sample `<image>`. In a
+  prompt their id does, so no turn can follow one in which the model sampled it.
 - As many tokens stand for images as their tensors give; everything that takes a sample in checks it.
 """
 
 import base64
 import binascii
+import hashlib
 import io
 import shutil
-from collections import OrderedDict
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,11 @@ IMAGE = 1
 """Modality, in `mm_token_type_ids`, of a token that stands for a part of an image; 0 is text."""
 
 _DTYPES = {"pixels": np.uint8, "scale": np.float32, "shift": np.float32}
+_DIGEST = "sha256"
 _MAX_PIXELS = 1 << 26
 _REMEMBERED = 32
-"""Images whose pixels are kept: an example's, while its group runs."""
+"""Images whose pixels are kept, and payloads of prompts: those of an example, while its group runs. Turns
+with the same images share one payload."""
 
 ImageArrays = dict[str, NDArray[Any]]
 
@@ -77,14 +82,25 @@ class ImageShape:
 
     def num_tokens(self, mm_tensors: bytes) -> int:
         """Counts the tokens that images become; raises DataError for tensors that are no images."""
-        num_tiles, _, height, width = unpack_images(mm_tensors)["pixels"].shape
+        arrays = unpack_images(mm_tensors)
+        num_tiles, _, height, width = arrays["pixels"].shape
         side = self.patch_size * self.scale_factor
         if height != width or height % side:
             raise DataError(
                 f"has tiles of {height} × {width} pixels; the model takes squares whose side is a multiple "
                 f"of {side} (patch_size × scale_factor in its config.json)"
             )
-        return int(num_tiles * (height // side) ** 2)
+        if (tile := _empty_tile(arrays)) is not None:
+            raise DataError(
+                f"has values that are all exactly 0 in tile {tile} (pixels · scale + shift), which "
+                "transformers leaves out as padding; use an image processor that normalises (do_normalize in "
+                "preprocessor_config.json)"
+            )
+        return self.num_embeddings(num_tiles, height)
+
+    def num_embeddings(self, num_tiles: int, side: int) -> int:
+        """Counts the tokens that square tiles of `side` pixels become."""
+        return num_tiles * (side // (self.patch_size * self.scale_factor)) ** 2
 
     def why_not(self, num_places: int, mm_tensors: bytes) -> str:
         """Returns why the tensors do not fit a sequence with so many tokens in their place, or ""."""
@@ -141,6 +157,25 @@ def unpack_images(mm_tensors: bytes) -> ImageArrays:
     return dict(arrays)
 
 
+def starts_with(mm_tensors: bytes, first: bytes) -> bool:
+    """Returns whether the images of a payload begin with all of those of another, pixel by pixel."""
+    if mm_tensors == first:
+        return True
+    whole, begun = unpack_images(mm_tensors), unpack_images(first)
+    whole["pixels"] = whole["pixels"][: len(begun["pixels"])]
+    return all(np.array_equal(whole[name], begun[name]) for name in _DTYPES)
+
+
+def _empty_tile(arrays: ImageArrays) -> int | None:
+    """Returns the number of the first tile whose values are all exactly 0; None: there is none."""
+    pixels, scale, shift = (arrays[name] for name in _DTYPES)
+    starts_empty = (pixels[:, :, 0, 0] * scale + shift == 0).all(1)  # few do: the others are not looked at
+    for tile in np.flatnonzero(starts_empty):
+        if not (pixels[tile] * scale[:, None, None] + shift[:, None, None]).any():
+            return int(tile)
+    return None
+
+
 class ImageProcessor:
     """Prepares images with the image processor of the model's folder, and writes out their places."""
 
@@ -168,13 +203,17 @@ class ImageProcessor:
                 "around images; use the tokenizer that the model was trained with"
             )
         self._reads_parts = _reads_parts(tokenizer)
-        self._made: OrderedDict[str, tuple[str, ImageArrays]] = OrderedDict()
+        # Threads of a server share them.
+        self._image = lru_cache(_REMEMBERED)(self._make)
+        self._payload = lru_cache(_REMEMBERED)(self._pack)
 
     def for_template(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Gives the contents of messages the form that the model's chat template reads: text with a marker
         for each image, or parts of both types."""
         return [
-            {**message, "content": self._content(message["content"])} if "content" in message else {**message}
+            {**message, "content": self._content(message["content"])}
+            if message.get("content") is not None
+            else {**message}
             for message in messages
         ]
 
@@ -197,24 +236,17 @@ class ImageProcessor:
 
     def prompt(self, token_ids: list[int], messages: Iterable[Mapping[str, Any]]) -> list[int]:
         """Adds the tensors of the messages' images to their token ids; without images, nothing."""
-        urls = urls_of(messages)
-        if not urls:
-            return token_ids
+        urls = tuple(urls_of(messages))
+        return ImagePrompt(token_ids, self._payload(urls), self.shape.token_id) if urls else token_ids
+
+    def _pack(self, urls: tuple[str, ...]) -> bytes:
         try:
-            tensors = pack_images([self._image(url)[1] for url in urls])
+            return pack_images([self._image(url)[1] for url in urls])
         except DataError as error:
             raise RolloutError(str(error)) from error
-        return ImagePrompt(token_ids, tensors, self.shape.token_id)
-
-    def _image(self, url: str) -> tuple[str, ImageArrays]:
-        if url not in self._made:
-            self._made[url] = self._make(url)
-            if len(self._made) > _REMEMBERED:
-                self._made.popitem(last=False)
-        self._made.move_to_end(url)
-        return self._made[url]
 
     def _make(self, url: str) -> tuple[str, ImageArrays]:
+        """Returns the tokens of an image, as text, and its arrays."""
         from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
         made = self._processor(
@@ -235,7 +267,10 @@ class ImageProcessor:
             "scale": (factor / np.array(std)).astype(np.float32),
             "shift": (-np.array(mean) / np.array(std)).astype(np.float32),
         }
-        per_tile = self.shape.num_tokens(pack_images([arrays])) // len(pixels)
+        try:
+            per_tile = self.shape.num_tokens(pack_images([arrays])) // len(pixels)
+        except DataError as error:
+            raise RolloutError(f"the image {error}") from error
         rows, columns = made["rows"][0][0], made["cols"][0][0]
         written = get_image_prompt_string(rows, columns, per_tile, self._around, self.marker, self._whole)
         return written, arrays
@@ -258,7 +293,7 @@ def read_image_shape(name: str) -> ImageShape | None:
 
     try:
         return ImageShape.of(AutoConfig.from_pretrained(name, trust_remote_code=False))
-    except (OSError, ValueError):
+    except Exception:  # of all kinds: OSError, ValueError, of strict dataclasses as well
         return None
 
 
@@ -293,6 +328,29 @@ def image_url(part: Any) -> str | None:
     return None
 
 
+def without_pixels(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies messages for files: of an image, only a digest of its URL is left."""
+    return [
+        {**message, "content": [_digested(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else {**message}
+        for message in messages
+    ]
+
+
+def _digested(part: Any) -> Any:
+    url = image_url(part)
+    if url is None or not url.startswith("data:"):
+        return part
+    digest = hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()[:12]
+    return {**part, "image_url": {"url": f"data:image/png;{_DIGEST},{digest}"}}
+
+
+def has_pixels(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Returns whether all images are there, none of them `without_pixels`."""
+    return not any(url.partition(",")[0].endswith(f";{_DIGEST}") for url in urls_of(messages))
+
+
 def _decode(url: str) -> Any:
     """Decodes a data: URL to an image of PIL; raises RolloutError for any other, and for what is no image."""
     head, comma, data = url.partition(",")
@@ -305,12 +363,16 @@ def _decode(url: str) -> Any:
     except ImportError as error:
         raise RolloutError("images need Pillow: pip install 'pellucid[images]'") from error
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound below is smaller
+            image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
         if image.width * image.height > _MAX_PIXELS:
             raise RolloutError(
                 f"the image has {image.width} × {image.height} pixels; at most {_MAX_PIXELS} fit"
             )
         return image.convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise RolloutError(f"the image has too many pixels; at most {_MAX_PIXELS} fit") from error
     except (binascii.Error, UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
         raise RolloutError(f"the image cannot be read: {first_line(error)}") from error
 

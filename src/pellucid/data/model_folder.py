@@ -69,15 +69,15 @@ def longrope_limits(name: str) -> frozenset[int]:
     try:
         require_folder(name)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
+        parameters = getattr(config, "rope_parameters", None) or {}
+        by_layer_type = (each for each in parameters.values() if isinstance(each, dict))
+        return frozenset(
+            int(rope["original_max_position_embeddings"])
+            for rope in (parameters, *by_layer_type)
+            if rope.get("rope_type") == "longrope"
+        )
     except Exception:  # of all kinds: OSError, ValueError, of strict dataclasses as well
         return frozenset()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = (each for each in parameters.values() if isinstance(each, dict))
-    return frozenset(
-        int(rope["original_max_position_embeddings"])
-        for rope in (parameters, *by_layer_type)
-        if rope.get("rope_type") == "longrope"
-    )
 
 
 def parting_limit(limits: Collection[int], one: int, other: int) -> int | None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pellucid.data.images import ImagePrompt
+from pellucid.data.images import ImagePrompt, starts_with
 from pellucid.data.packed import PackedArray
 from pellucid.data.plain import clip_middle, encodable, to_json
 from pellucid.data.schema import COLUMNS, TrainingMode
@@ -424,13 +424,17 @@ class Turn:
         return [*self._blocks.spans(self._num_blocks), reply]
 
     def extends(self, last: "Turn") -> bool:
-        """Returns whether the prompt starts with all tokens of `last`."""
+        """Returns whether the prompt starts with all tokens of `last`, and with all its images."""
         if last.num_known > self.num_prompt_tokens:
             return False
         if self._line is last._line:
             return True
         own, known = self._kept_line.ids.view(0, last.num_known), last.known_ids
-        return bool(own[-1:] == known[-1:]) and np.array_equal(own, known)  # the end first: it differs most
+        if not (own[-1:] == known[-1:] and np.array_equal(own, known)):  # the end first: it differs most
+            return False
+        return last.images is None or (
+            self.images is not None and starts_with(self.images[0], last.images[0])
+        )
 
     def forget_tokens(self) -> None:
         """Frees the tokens; counts and text stay."""

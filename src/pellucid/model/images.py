@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pellucid.data.images import unpack_images
+from pellucid.data.images import ImageShape, unpack_images
 from pellucid.data.tensors import to_device
 from pellucid.errors import ModelError
 
@@ -49,15 +49,16 @@ class ImageInputs:
         return cls(places, scaled)
 
 
-def embed(hf: Any, token_ids: Tensor, images: ImageInputs) -> Tensor:
+def embed(hf: Any, shape: ImageShape, token_ids: Tensor, images: ImageInputs) -> Tensor:
     """Embeds one row of tokens: [tokens, width]."""
     embeddings: Tensor = hf.get_input_embeddings()(token_ids)
     for places, pixel_values in zip(images.places, images.pixel_values, strict=True):
         (features,) = hf.get_image_features(pixel_values[None]).pooler_output
-        if len(features) < len(places):  # HF leaves out a tile whose values are all 0
+        expected = shape.num_embeddings(len(pixel_values), pixel_values.shape[-1])
+        if not len(places) <= expected == len(features):  # HF leaves out a tile whose values are all 0
             raise ModelError(
-                f"{type(hf).__name__} makes {len(features)} embeddings of images in the place of "
-                f"{len(places)} tokens; transformers leaves out a tile whose values are all exactly 0"
+                f"{type(hf).__name__} makes {len(features)} embeddings of images of {expected} tokens, in "
+                f"the place of {len(places)}; transformers leaves out a tile whose values are all exactly 0"
             )
         of_places = features[: len(places)].to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, places, of_places)

@@ -225,7 +225,7 @@ def read_config(config: ModelConfig) -> Any:
     require_folder(config.name)
     try:
         return AutoConfig.from_pretrained(config.name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of all kinds, as in load_policy
         raise ModelError(_not_loadable(config.name, error)) from error
 
 

@@ -241,7 +241,10 @@ class Policy(nn.Module):
 
     def embed(self, token_ids: Tensor, images: ImageInputs | None) -> Tensor | None:
         """Embeds a row of tokens with images; None without images: the model embeds ids itself."""
-        return None if images is None else embed(self.hf, token_ids, images)
+        if images is None:
+            return None
+        assert self.images is not None
+        return embed(self.hf, self.images, token_ids, images)
 
     def hidden(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
@@ -361,10 +364,10 @@ class Policy(nn.Module):
         images: ImageInputs | None,
     ) -> TokenOutput:
         ids, places = token_ids[layout.computed][None], positions[layout.computed][None]
+        embeddings = self.embed(token_ids, images)
+        embeddings = None if embeddings is None else embeddings[layout.computed]
         replaced = None
         if self.replay is None or routed_experts is None:
-            embeddings = self.embed(token_ids, images)
-            embeddings = None if embeddings is None else embeddings[layout.computed]
             hidden = self.hidden(ids, places, layout.plan, embeddings).squeeze(0)
         else:
             recorded = routed_experts[layout.computed]
@@ -374,7 +377,7 @@ class Policy(nn.Module):
                 recorded = rows.spread_flat(recorded.short(), fill=-1)  # bytes have no number below 0
                 weights = None if weights is None else rows.spread_flat(weights, fill=math.nan)
             with self.replay.of(recorded, weights) as replayed:
-                hidden = self.hidden(ids, places, layout.plan).squeeze(0)
+                hidden = self.hidden(ids, places, layout.plan, embeddings).squeeze(0)
             of_computed = replayed.share_replaced()
             of_computed = of_computed if rows is None else rows.gather(of_computed)
             replaced = of_computed[layout.predecessors]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pellucid.data import Completion, Rollout
 from pellucid.data.alarms import Bell
+from pellucid.data.images import has_pixels, tensors_of
 from pellucid.data.plain import brief
 from pellucid.data.rollout import NOT_OURS
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
@@ -126,6 +127,8 @@ class OrchestratorAlarms:
         environment = environments.get(rollout.env_name)
         if rollout.env_name in self._unrepeatable or environment is None or not verdict.samples:
             return
+        if not has_pixels(rollout.example.messages):  # it comes from a snapshot
+            return
         found = _reward_again(environment, rollout)
         if found is None:
             self._unrepeatable.add(rollout.env_name)
@@ -205,6 +208,10 @@ class _Group:
         return values
 
 
+def _hash(prompt_ids: Sequence[int]) -> int:
+    return hash((tuple(prompt_ids), tensors_of(prompt_ids)))
+
+
 class WatchedClient:
     """An inference client that shows every answer to the alarms before it returns it."""
 
@@ -258,12 +265,12 @@ class WatchedClient:
         name = group_of_request(request_id)
         group = self._groups.get(name)
         if group is None:
-            prompt_hash = hash(tuple(prompt_ids))
+            prompt_hash = _hash(prompt_ids)
             group = self._groups[name] = _Group(name, params.temperature, prompt_ids, prompt_hash)
             if len(self._groups) > _MAX_GROUPS:
                 del self._groups[next(iter(self._groups))]
         elif group.temperature != params.temperature or (
-            group.prompt_ids is not prompt_ids and group.prompt_hash != hash(tuple(prompt_ids))
+            group.prompt_ids is not prompt_ids and group.prompt_hash != _hash(prompt_ids)
         ):
             return None
         group.prompt_ids = prompt_ids

@@ -111,6 +111,11 @@ class ChatTemplate:
         """Adds the tensors of the messages' images to the token ids of their prompt."""
         return token_ids if self._images is None else self._images.prompt(token_ids, messages)
 
+    @property
+    def image_token_id(self) -> int | None:
+        """Id of the token that stands for a part of an image; None: the model takes text alone."""
+        return None if self._images is None else self._images.shape.token_id
+
     def continuation(self, messages: Sequence[Message], reply: int, tools: Tools = ()) -> Rendered | None:
         """Renders what the template puts after the text of `messages[reply]`, up to where the next reply
         starts.

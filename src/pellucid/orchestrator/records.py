@@ -39,6 +39,7 @@ from pellucid.data.files import (
     step_folders,
     sync,
 )
+from pellucid.data.images import without_pixels
 from pellucid.data.plain import clip_middle, printable
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
@@ -189,7 +190,7 @@ def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]
         "num_tokens": rollout.num_sampled,
         "num_tool_tokens": rollout.num_tool_tokens,
         "stop_reason": rollout.stop_reason,
-        "messages": [dict(message) for message in rollout.example.messages],
+        "messages": without_pixels(rollout.example.messages),
         "trajectory": trajectory,
         "sampling_args": sampling_args,
     }

@@ -23,6 +23,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from pellucid.data import Completion, RoleSpan, Rollout, Turn, TurnTrace
+from pellucid.data.images import without_pixels
 from pellucid.errors import InferenceError, PromptTooLongError, RolloutError
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
 from pellucid.orchestrator.chat import (
@@ -311,7 +312,7 @@ class Session:
         num_common, _, place = closest
         num_before = len(self._rollout.example.messages) if place < 0 else self._sizes[place]
         trace = TurnTrace(place, None if num_common == num_before else num_common)
-        trace.set_messages(messages[num_common:])
+        trace.set_messages(without_pixels(messages[num_common:]))
         return longest, trace
 
     async def _cut_short(self, request_ids: Collection[str]) -> None:
@@ -355,6 +356,7 @@ class Session:
         if known.turn is not None:
             rendered = self._sampler.chat.continuation(messages, num_known - 1, tools)
             if rendered is not None:
+                self._refuse_sampled_image(known.turn)
                 token_ids, spans = self._extend(known.turn, rendered)
                 token_ids = self._sampler.chat.with_images(token_ids, messages)
                 return _Prompt(token_ids, spans, known.turn, known, added, known.tools, trace)
@@ -362,6 +364,16 @@ class Session:
         kept_tools = copy_nested(tools) if known.turn is None else known.tools
         spans = _spans([], rendered.stops, 0)
         return _Prompt(rendered.token_ids, spans, None, known, added, kept_tools, trace)
+
+    def _refuse_sampled_image(self, last: Turn) -> None:
+        """Raises RolloutError if the last turn's tokens have the id by which engines find images."""
+        token_id = self._sampler.chat.image_token_id
+        if token_id is not None and (last.tokens.token_ids == token_id).any():
+            marker = self._sampler.chat.tokenizer.convert_ids_to_tokens(token_id)
+            raise RolloutError(
+                f"the model has sampled {marker} (token {token_id}), the token that stands for images in a "
+                "prompt, and no turn can follow; end the rollout there"
+            )
 
     def _extend(self, last: Turn, rendered: Rendered) -> tuple[list[int], list[RoleSpan]]:
         """Appends what the template puts after the last turn to that turn's tokens and spans."""

@@ -37,7 +37,7 @@ import msgspec
 from pellucid.config import OrchestratorRunConfig, RunConfig, TrainerRunConfig
 from pellucid.data import Example, PackedArray, RoleSpan, Rollout, TrainingSample, Turn, TurnTrace
 from pellucid.data.files import replace_file, require_file, require_own, sync
-from pellucid.data.images import read_image_shape
+from pellucid.data.images import read_image_shape, without_pixels
 from pellucid.errors import ConfigError, DataError
 from pellucid.ledger import Flow, LedgerEntry, Stage, State, journal, read_journal
 from pellucid.ledger.settings import Change
@@ -70,7 +70,8 @@ class HeldTurn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A verdict in a snapshot, without `Example.info`: only the reward reads it; it may not serialize."""
+    """A verdict in a snapshot, without `Example.info`: only the reward reads it; it may not serialize. The
+    pixels of its images are in its samples alone."""
 
     rollout_id: str
     group_id: str
@@ -102,7 +103,7 @@ class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(
             **{name: getattr(rollout, name) for name in _OF_ROLLOUT},
             example_id=rollout.example.example_id,
-            messages=[dict(message) for message in rollout.example.messages],
+            messages=without_pixels(rollout.example.messages),
             turns=turns,
             outcome=verdict.outcome.value,
             reason=verdict.reason,

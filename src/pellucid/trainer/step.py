@@ -192,7 +192,7 @@ class ModelShape:
             width = _head_width(config, heads)
         attended = config.num_hidden_layers * heads * width
         is_frozen = not policy.hf.get_output_embeddings().weight.requires_grad
-        return cls(_num_active(policy.hf, config), attended, is_frozen)
+        return cls(_num_active(policy, config), attended, is_frozen)
 
     def cost(self) -> Cost:
         return Cost(parity=max(1, round(self.num_active / max(1, self.attended))))
@@ -217,15 +217,17 @@ def _head_width(config: Any, heads: int) -> int:
     return int(width or config.hidden_size // max(1, heads))
 
 
-def _num_active(model: Any, config: Any) -> float:
-    """Counts the weights that a token is multiplied with: no embedding, and the active share of experts."""
+def _num_active(policy: Policy, config: Any) -> float:
+    """Counts the weights that a token is multiplied with: no embedding, no vision tower, and the active share
+    of experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((found for name in names if (found := getattr(config, name, None))), None)
     num_met = getattr(config, "num_experts_per_tok", None) or num_experts
     met = num_met / num_experts if num_experts else 1.0
+    model = policy.hf
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = float(head.numel())
-    for name, weight in model.named_parameters():
+    for name, weight in (model if policy.images is None else policy.decoder).named_parameters():
         if weight.dim() > 1 and weight is not embedding and weight is not head and ".lora_" not in name:
             total += weight.numel() * (met if ".experts." in name else 1.0)
     return total

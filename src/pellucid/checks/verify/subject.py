@@ -13,9 +13,12 @@ import numpy as np
 
 from pellucid.config import TrainerRunConfig, VerifyConfig
 from pellucid.config.base import Section
+from pellucid.config.orchestrator import EnvConfig
 from pellucid.config.trainer import TokenExportConfig
 from pellucid.data import Completion, RecordedExperts, TokenTable, TrainingSample, join_experts
+from pellucid.data.images import urls_of
 from pellucid.data.tokenizer import load_tokenizer
+from pellucid.errors import ConfigError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
@@ -162,10 +165,10 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
         if config.model.name == config.model.DEMO:
             make_tiny_model(folder / "demo", num_kv_heads=2)
             config = updated(config, model={"name": str(folder / "demo")})
-        run = build_quiet_run(config, folder, Ranks.alone(config.trainer))
-        run.policy.compute_dtype = None  # float32, which `check_precision` alone leaves
         tokenizer = load_tokenizer(config.model.name)
         prompts = _prompts(config, tokenizer)
+        run = build_quiet_run(config, folder, Ranks.alone(config.trainer))
+        run.policy.compute_dtype = None  # float32, which `check_precision` alone leaves
         longest = max(map(len, prompts)) + MAX_TOKENS
         served = load_policy(config.model, max_length=max(longest, config.trainer.model.seq_len))
         engine = Engine(
@@ -184,11 +187,19 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
 
 
 def _prompts(config: VerifyConfig, tokenizer: Any) -> list[list[int]]:
-    """Makes prompts of the environments in turn, as the orchestrator does, cut to half of `seq_len`."""
+    """Makes prompts of the environments in turn, as the orchestrator does, cut to half of `seq_len`; raises
+    ConfigError for those with images."""
     chat = ChatTemplate(tokenizer)
     environments = [load_environment(env, config.seed) for env in config.orchestrator.env]
     prompts = []
     for index in range(NUM_GROUPS):
-        example = environments[index % len(environments)].example(index)
+        number = index % len(environments)
+        example = environments[number].example(index)
+        if urls_of(example.messages):
+            raise ConfigError(
+                f"{EnvConfig.KEY} {config.orchestrator.env[number].label!r} shows images, and verify checks "
+                "text alone; name an environment of text for it, such as reverse-text, or run "
+                "`pellucid verify --model NAME`"
+            )
         prompts.append(chat.prompt(example.messages).token_ids[: config.trainer.model.seq_len // 2])
     return prompts
