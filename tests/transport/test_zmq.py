@@ -132,6 +132,27 @@ def test_an_orchestrator_that_is_started_again_learns_which_batch_is_missing(inb
     assert stable_steps(tmp_path / "batches") == [3, 4]
 
 
+def test_a_trainer_of_another_run_is_asked_once_which_batch_is_missing(inbox, tmp_path) -> None:
+    inbox.expect(0)
+    with closing(ZmqSender(inbox.address, "other", hwm=2, max_bytes=100_000, close_within_s=0)) as sender:
+
+        def is_refused() -> bool:
+            with suppress(TransportError):
+                assert sender.missing_batch() is None
+                return False
+            return True
+
+        wait_until(is_refused)
+        time.sleep(0.1)  # a loop would ask hundreds of times
+        assert inbox.num_rejected == 1
+        with pytest.raises(
+            TransportError, match=r"which batch is missing: run 'other' is not trained here; both ends need"
+        ):
+            sender.missing_batch()
+        with suppress(TransportError):
+            sender.close()
+
+
 def test_a_chunk_that_got_lost_is_asked_for_again(tmp_path, caplog) -> None:
     data = payload()
     patience = Patience(dead_after_s=0.3)
