@@ -125,11 +125,26 @@ def test_an_orchestrator_that_is_started_again_learns_which_batch_is_missing(inb
         predecessor.send(encode(Offer("run", 5, len(data), checksum_of(data))))
         assert answer(predecessor) == wanted(data, 5)
         with stranger(inbox.address) as successor:
-            successor.send(encode(AskMissing("run", 0)))
+            successor.send(encode(AskMissing("run", 0, 1)))
             assert answer(successor) == Missing("run", 5)
         predecessor.send_multipart(chunk_of(data, 5))
         wait_until(lambda: inbox.num_rejected == 1)
     assert stable_steps(tmp_path / "batches") == [3, 4]
+
+
+def test_a_question_that_arrives_late_ends_no_transfer(inbox, tmp_path) -> None:
+    inbox.expect(5)
+    data = payload(5)
+    with stranger(inbox.address) as before, stranger(inbox.address) as peer:
+        before.send(encode(AskMissing("run", 0, 1)))
+        assert answer(before) == Missing("run", 5)
+        peer.send(encode(Offer("run", 5, len(data), checksum_of(data))))
+        assert answer(peer) == wanted(data, 5)
+        before.send(encode(AskMissing("run", 0, 1)))
+        assert answer(before) == Missing("run", 5)
+        peer.send_multipart(chunk_of(data, 5))
+        assert answer(peer) == Stored("run", 5)
+    assert inbox.num_rejected == 0
 
 
 def test_a_trainer_of_another_run_is_asked_once_which_batch_is_missing(inbox, tmp_path) -> None:

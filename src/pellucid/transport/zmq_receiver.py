@@ -61,6 +61,7 @@ _MAX_QUEUED_MESSAGES = 8
 _MAX_CHUNKS = 4
 """Chunks that are on their way at once."""
 
+_MAX_KNOWN_SENDERS = 64
 _WAIT_S = 0.2
 
 
@@ -157,6 +158,9 @@ class ZmqReceiver(FilesystemReceiver):
         self._transfer: Transfer | None = None
         self._peer: bytes | None = None
         """Connection that the last offer came from."""
+
+        self._asked: deque[int] = deque(maxlen=_MAX_KNOWN_SENDERS)
+        """Senders that have asked which batch is missing."""
 
         self._expected: int | None = None
         self._closing = False
@@ -280,7 +284,7 @@ class ZmqReceiver(FilesystemReceiver):
             self._say(peer, Refused(message.run_id, message.step, 0, reason, is_final=True))
             raise PayloadError(sender, 0, reason)
         if isinstance(message, AskMissing):
-            self._tell_missing(peer)
+            self._tell_missing(peer, message.sender)
         elif isinstance(message, Offer):
             self._answer(peer, message)
         else:
@@ -300,19 +304,21 @@ class ZmqReceiver(FilesystemReceiver):
             return f"an offer of {self._limits.too_large(message.num_bytes)}"
         return None
 
-    def _tell_missing(self, peer: bytes) -> None:
+    def _tell_missing(self, peer: bytes, sender: int) -> None:
         """Tells an orchestrator that was started again where to go on.
 
-        What its predecessor was sending, and what it stored beyond a batch that is missing, is forgotten: it
-        comes anew, and may be other samples.
+        At its first question, what its predecessor was sending, and what it stored beyond a batch that is
+        missing, is forgotten: it comes anew, and may be other samples. By a later one, which a slow network
+        may deliver at any time, it may be sending itself.
         """
         if (step := self._expected) is None:
             return
-        if self._transfer is not None and self._transfer.peer != peer:
-            self._transfer = None
         while self._spool.checksum(step) is not None:
             step += 1
-        self._spool.forget_from(step)
+        if sender not in self._asked:
+            self._asked.append(sender)
+            self._transfer = None
+            self._spool.forget_from(step)
         self._say(peer, Missing(self._run_id, step))
 
     def _answer(self, peer: bytes, offer: Offer) -> None:

@@ -1,6 +1,7 @@
 """The orchestrator's end of the ZMQ transport; `zmq_link` shows the conversation."""
 
 import logging
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ class ZmqSender:
         self._due_s = 0.0
         """When to offer next."""
 
+        self._number = secrets.randbits(63)
         self._asks_missing = False
         self._missing: int | None = None
         self._changed = threading.Condition()
@@ -227,7 +229,7 @@ class ZmqSender:
     def _offer(self) -> None:
         """Offers the oldest batch that is not stored, or else the oldest not taken, to learn its state."""
         if self._asks_missing:
-            self._say(AskMissing(self._run_id, 0))
+            self._say(AskMissing(self._run_id, 0, self._number))
         with self._changed:
             if self._failure is not None or not self._outgoing:
                 return
