@@ -1,6 +1,7 @@
 """The ZMQ transport against peers that lose, lie or are strangers."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
 import msgspec
@@ -130,6 +131,29 @@ def test_an_orchestrator_that_is_started_again_learns_which_batch_is_missing(inb
         predecessor.send_multipart(chunk_of(data, 5))
         wait_until(lambda: inbox.num_rejected == 1)
     assert stable_steps(tmp_path / "batches") == [3, 4]
+
+
+def test_a_trainer_with_nothing_left_answers_an_orchestrator_that_goes_on(inbox, tmp_path) -> None:
+    inbox.expect(7)  # and no batch is ever asked for
+    inbox.finish_answering(0.01)
+    with (
+        closing(ZmqSender(inbox.address, "run", hwm=2, max_bytes=100_000, close_within_s=0)) as sender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answering = pool.submit(inbox.finish_answering, PATIENCE_MS / 1000, quiet_s=0.3)
+        wait_until(lambda: sender.missing_batch() == 7)
+        answering.result(PATIENCE_MS / 1000)
+
+
+def test_a_trainer_to_which_batches_were_offered_waits_for_no_question(inbox, tmp_path) -> None:
+    inbox.expect(0)
+    data = payload()
+    with stranger(inbox.address) as peer:
+        peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+        assert answer(peer) == wanted(data)
+        started = time.monotonic()
+        inbox.finish_answering(PATIENCE_MS / 1000)
+        assert time.monotonic() - started < PATIENCE_MS / 1000
 
 
 def test_a_question_that_arrives_late_ends_no_transfer(inbox, tmp_path) -> None:

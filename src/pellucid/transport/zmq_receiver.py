@@ -62,6 +62,9 @@ _MAX_CHUNKS = 4
 """Chunks that are on their way at once."""
 
 _MAX_KNOWN_SENDERS = 64
+_QUIET_S = 5.0
+"""Without a question: whoever asked has got the answer."""
+
 _WAIT_S = 0.2
 
 
@@ -162,6 +165,9 @@ class ZmqReceiver(FilesystemReceiver):
         self._asked: deque[int] = deque(maxlen=_MAX_KNOWN_SENDERS)
         """Senders that have asked which batch is missing."""
 
+        self._asked_s: float | None = None
+        """When the last question was answered."""
+
         self._expected: int | None = None
         self._closing = False
         self._context: zmq.Context[Any] = zmq.Context()
@@ -197,6 +203,15 @@ class ZmqReceiver(FilesystemReceiver):
         if self._expected != step:
             self._expected = step
             self._bell.ring()
+
+    def finish_answering(self, within_s: float, quiet_s: float = _QUIET_S) -> None:
+        """Waits until an orchestrator has offered a batch, or asked which is missing and is quiet since."""
+        until_s = time.monotonic() + within_s
+        while self._asked_s is not None or self._peer is None:
+            end_s = until_s if self._asked_s is None else self._asked_s + quiet_s
+            if (left_s := end_s - time.monotonic()) <= 0:
+                return
+            time.sleep(min(left_s, _WAIT_S))
 
     def close(self) -> None:
         self._closing = True
@@ -319,7 +334,8 @@ class ZmqReceiver(FilesystemReceiver):
             self._asked.append(sender)
             self._transfer = None
             self._spool.forget_from(step)
-        self._say(peer, Missing(self._run_id, step))
+        if self._say(peer, Missing(self._run_id, step)):
+            self._asked_s = time.monotonic()
 
     def _answer(self, peer: bytes, offer: Offer) -> None:
         self._peer, next_step = peer, self._expected

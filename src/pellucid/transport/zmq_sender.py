@@ -326,8 +326,8 @@ class ZmqSender:
             self._asks_missing = False
             self._fail(
                 TransportError(
-                    f"the trainer at {self._address} does not tell which batch is missing: {reason}; both ends "
-                    "need one run name and one version of pellucid"
+                    f"the trainer at {self._address} does not tell which batch is missing: {reason}; both "
+                    "ends need one run name and one version of pellucid"
                 )
             )
 
