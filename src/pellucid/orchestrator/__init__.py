@@ -119,8 +119,8 @@ async def _missing_batch(config: OrchestratorRunConfig, sender: BatchSender) -> 
     while (missing := sender.missing_batch()) is None:
         if not is_said and time.monotonic() - asked_s > _SAY_AFTER_S:
             log.warning(
-                "waiting for the trainer, which knows the batches that it has; is it running, and of the same "
-                "version of pellucid?"
+                "waiting for the trainer, which knows the batches that it has; is it running, and of "
+                "the same version of pellucid?"
             )
             is_said = True
         await asyncio.sleep(_POLL_S)
