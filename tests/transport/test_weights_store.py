@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from full_disk import full_disk
 from pellucid.errors import ConfigError, TransportError
 from pellucid.orchestrator.servers import OfferedVersionsList
 from pellucid.transport import retract_folder, stable_steps
@@ -90,6 +91,20 @@ def test_differences_and_the_rest_of_a_file_are_read_from_it(store, tmp_path) ->
         folder = puller.pull(2)
         assert (folder / FILE).read_bytes() == (weights_folder(run_dir, 2) / FILE).read_bytes()
         assert puller.num_bytes - before == read_digests(weights_folder(run_dir, 2)).delta.num_bytes < 500
+
+
+def test_a_full_disk_of_a_server_is_told_at_once_and_not_blamed_on_the_store(store, tmp_path) -> None:
+    run_dir, puller = tmp_path / "trainer", WeightsPuller(store, tmp_path / "cache", patience_s=PATIENCE_S)
+    with offering(run_dir, store) as offer:
+        publish(run_dir, 1)
+        offer.wait_until_quiet()
+    with (
+        full_disk(),
+        pytest.raises(RefusedError, match=rf"{tmp_path}/cache/.*{FILE} .*File too large") as told,
+    ):
+        puller.pull(1)
+    assert store.url not in str(told.value)
+    assert (puller.pull(1) / FILE).read_bytes() == (weights_folder(run_dir, 1) / FILE).read_bytes()
 
 
 def test_a_trainer_that_goes_on_lists_nothing_until_it_has_taken_back_what_it_redoes(store, tmp_path) -> None:

@@ -15,12 +15,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import fsspec
 import msgspec
 
+from pellucid.data.files import append_whole
 from pellucid.errors import ConfigError, TransportError
 from pellucid.transport.digests import DIGESTS, OfferedVersions, digest_of_bytes, read_digests
 from pellucid.transport.spool import stable_steps
@@ -68,12 +70,22 @@ class WeightsStore:
         return self._read(f"/{_LIST}/step_{version}/{DIGESTS}")
 
     def append(self, path: str, target: Path, on_bytes: Callable[[int], None]) -> None:
-        """Appends the rest of a file to what `target` has of it."""
-        with self.reached(path), self.files.open(self.path(path), "rb") as source, target.open("ab") as file:
-            source.seek(file.tell())
-            while chunk := source.read(CHUNK_BYTES):
-                file.write(chunk)
+        """Appends the rest of a file to what `target` has of it.
+
+        Raises OSError if that cannot be written, which is no fault of the store.
+        """
+        with self.reached(path):
+            opened = self.files.open(self.path(path), "rb")
+        with closing(opened) as source, target.open("ab", buffering=0) as file:
+            with self.reached(path):
+                source.seek(file.tell())
+            while chunk := self._read_chunk(path, source):
+                append_whole(file, chunk)
                 on_bytes(len(chunk))
+
+    def _read_chunk(self, path: str, source: BinaryIO) -> bytes:
+        with self.reached(path):
+            return source.read(CHUNK_BYTES)
 
     def _read(self, path: str) -> bytes:
         with self.reached(path):
