@@ -220,7 +220,7 @@ def rampage(
 
 
 def suffer(run: Any, folder: Path, blow: Blow, before: int, started: float) -> tuple[str, Blow]:
-    """Strikes a run that was just started and waits for its end; returns its output and the blow as it was."""
+    """Strikes a run that was just started and waits for its end; returns output and blow, as it was."""
     if not blow.in_start:
         wait_for_new_step(run, folder, before)
         blow = replace(blow, resumed_s=time.monotonic() - started)
