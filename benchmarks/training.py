@@ -20,6 +20,7 @@ from benchmarks.shapes import MAKERS
 from pellucid.config import ModelConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.model.load import vocab_size
+from pellucid.trainer.batches import BatchSource
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
 from pellucid.transport import Batch, decode_batch, encode_batch
@@ -70,7 +71,7 @@ def draw_table(shape: Shape, vocab_size: int) -> TokenTable:
     return TokenTable.from_samples(samples)
 
 
-class RepeatedBatch:
+class RepeatedBatch(BatchSource):
     """One batch again and again, decoded anew for each step: nothing of it is inflated or cached."""
 
     def __init__(self, table: TokenTable) -> None:
@@ -78,12 +79,6 @@ class RepeatedBatch:
 
     def next(self, step: int) -> Batch:
         return decode_batch(self._payload, sender="bench")
-
-    def is_there(self, step: int) -> bool:
-        return True
-
-    def release_before(self, step: int) -> None:
-        """It is needed again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ PARTS = ("inference", "orchestrator", "trainer")
 VICTIMS = (*PARTS, "launcher", "ctrl-c")
 START_S = 6.0
 """How long a run takes to start. A third of the kills falls into it, the others after the first new step."""
+
+WRITTEN = {"checkpoint": "checkpoints", "weights": "weights"}
+"""Where the trainer writes what a blow of this way interrupts."""
 
 WAYS = ("kill", "kill", "kill", "kill", "checkpoint", "weights", "hang", "full disk")
 MOMENT_S = 60.0
@@ -70,7 +73,7 @@ def draw(seed: int, number: int, start_s: float) -> Blow:
         return Blow(
             way, generator.choice(VICTIMS), generator.uniform(0, start_s if in_start else 3.0), in_start
         )
-    if way in ("checkpoint", "weights"):
+    if way in WRITTEN:
         return Blow(way, "trainer", 0.0)
     return Blow(way, generator.choice(PARTS), generator.uniform(0, 5.0))
 
@@ -109,15 +112,22 @@ def strike(run: Any, folder: Path, blow: Blow) -> bool:
     return True
 
 
-def wait_for_moment(run: Any, folder: Path, blow: Blow) -> None:
-    """Waits until the trainer writes what the blow shall interrupt; gives up after a while."""
-    if blow.way not in ("checkpoint", "weights"):
-        time.sleep(blow.delay_s if blow.way == "kill" else 0.0)
-        return
-    parent = folder / {"checkpoint": "checkpoints"}.get(blow.way, blow.way)
+def strike_writer(run: Any, folder: Path, blow: Blow) -> Blow:
+    """Kills the trainer as it writes a folder, or after a while; returns the blow as it was.
+
+    That is a plain kill if nothing half-written is left: then the trainer was faster.
+    """
+    parent = folder / WRITTEN[blow.way]
+    while (pid := processes_of(folder).get(blow.victim)) is None:
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.05)
     deadline = time.monotonic() + MOMENT_S
-    while time.monotonic() < deadline and run.poll() is None and not list(parent.glob(".*.partial*")):
-        pass
+    while time.monotonic() < deadline and not any(parent.glob(".*.partial*")):
+        assert run.poll() is None, run.communicate()[0]
+    os.kill(pid, signal.SIGKILL)
+    while processes_of(folder).get(blow.victim) == pid:
+        time.sleep(0.01)
+    return blow if any(parent.glob(".*.partial*")) else replace(blow, way="kill")
 
 
 def wait_for_new_step(run: Any, folder: Path, before: int) -> None:
@@ -186,12 +196,12 @@ def rampage(
         started = time.monotonic()
         run = start(arguments_of(folder, max_steps))
         try:
-            output, resumed_s = suffer(run, folder / "run", blow, before, started)
+            output, blow = suffer(run, folder / "run", blow, before, started)
         finally:
             run.kill()
         check_books(folder / "run")
         with (folder / "blows.jsonl").open("a") as file:
-            file.write(json.dumps({**asdict(blow), "resumed_s": resumed_s}) + "\n")
+            file.write(json.dumps(asdict(blow)) + "\n")
         resumed = re.search(r"^resuming at.*$", output, re.MULTILINE)
         print(
             f"blow {number + 1:4d}  {blow.name:<24} {'starting' if blow.in_start else 'training'} "
@@ -209,24 +219,26 @@ def rampage(
     return f"{len(blows)} blows ({dict(names)}), {num_done + 5} steps, tokens: {dict(states)}"
 
 
-def suffer(run: Any, folder: Path, blow: Blow, before: int, started: float) -> tuple[str, float | None]:
-    """Strikes a run that was just started and waits for its end; returns its output, and `resumed_s`."""
-    resumed_s = None
+def suffer(run: Any, folder: Path, blow: Blow, before: int, started: float) -> tuple[str, Blow]:
+    """Strikes a run that was just started and waits for its end; returns output and blow, as it was."""
     if not blow.in_start:
         wait_for_new_step(run, folder, before)
-        resumed_s = time.monotonic() - started
-    wait_for_moment(run, folder, blow)
-    assert run.poll() is None, run.communicate()[0]
-    while not strike(run, folder, blow):  # on a busy machine it may not have started yet
+        blow = replace(blow, resumed_s=time.monotonic() - started)
+    if blow.way in WRITTEN:
+        blow = strike_writer(run, folder, blow)
+    else:
+        time.sleep(blow.delay_s if blow.way == "kill" else 0.0)
         assert run.poll() is None, run.communicate()[0]
-        time.sleep(0.05)
+        while not strike(run, folder, blow):  # on a busy machine it may not have started yet
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.05)
     if blow.way == "hang":  # nothing may have ended
         wait_for_new_step(run, folder, num_steps(folder))
         run.send_signal(signal.SIGINT)
     output, _ = run.communicate(timeout=600)
     if blow.way == "full disk":
         assert run.returncode == 74, output
-    return output, resumed_s
+    return output, blow
 
 
 def table(blows: list[Blow]) -> str:

@@ -40,8 +40,16 @@ ip addr add {address}/24 dev wan
 ip link set wan mtu {mtu} up
 {hide}
 echo ready
-exec sleep infinity
+set +e
+read -r end  # by the shell itself: other processes of the host are killed now and then
+own=$(readlink /proc/$$/ns/net)
+for process in /proc/[0-9]*; do
+    if [ "$(readlink $process/ns/net)" = "$own" ] && [ $process != /proc/$$ ]; then
+        kill -9 ${{process#/proc/}}
+    fi
+done 2> /dev/null
 """
+"""A host lives until its standard input closes, at the latest with the test; what it runs ends with it."""
 
 
 def why_not() -> str:
@@ -71,10 +79,16 @@ class Host:
             address=self.address, mtu=MTU, hide="\n".join(f"mount -t tmpfs none '{path}'" for path in hidden)
         )
         self._holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "sh", "-c", script], stdout=subprocess.PIPE, text=True
+            ["unshare", "--net", "--mount", "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._holder.stdout is not None
-        assert self._holder.stdout.readline() == "ready\n", "the host could not be set up"
+        if self._holder.stdout.readline() != "ready\n":
+            self._holder.kill()
+            self._holder.communicate()
+            raise RuntimeError(f"the host {name} could not be set up")
         self.namespaces = Path(f"/proc/{self._holder.pid}/ns")
 
     def open_tun(self) -> int:

@@ -35,7 +35,8 @@ def test_a_checkpoint_a_hang_and_a_full_disk_lose_nothing_though_the_blows_are_i
 
     with pytest.raises(KeyboardInterrupt):
         rampage(tmp_path, 3, seed=4551, start=start_once, start_s=1.0)
-    assert [blow.name for blow in struck(tmp_path)] == ["checkpoint, trainer"]
+    (first,) = struck(tmp_path)
+    assert first.name in ("checkpoint, trainer", "trainer")  # it may have finished its checkpoint first
     summary = rampage(tmp_path, 3, seed=4551, start=start, start_s=1.0)
-    assert summary.startswith("3 blows ({'checkpoint, trainer': 1, 'hang, ")
+    assert summary.startswith(f"3 blows ({{'{first.name}': 1, 'hang, ")
     assert len(table(struck(tmp_path)).splitlines()) == 4

@@ -125,7 +125,8 @@ def test_batches_and_weights_over_the_network_train_as_well_and_resume(
         flags += ("--weights.store", f"file://{tmp_path}/store")
     flags += (*lora, "--trainer.ckpt.interval", "2", "--weights.cache-dir", str(tmp_path / "cache"))
     flags += ("--weights.deltas", "--trainer.publish-dtype", "bfloat16")
-    for end in (("--max-steps", "3"), ("--max-steps", str(STEPS), "--resume")):
+    resumed = ("--max-steps", str(STEPS), "--resume")
+    for end in (("--max-steps", "3"), resumed, resumed):  # the last one has nothing left to train
         result = warm.run([*command(tiny_model, tmp_path / "demo", *flags), *end])
         assert result.returncode == 0, result.stdout + result.stderr
         assert "balanced: every one of the" in result.stdout

@@ -121,16 +121,18 @@ class ThreeHosts:
         folders = {name: root / name for name in NAMES}
         for folder in folders.values():
             folder.mkdir(parents=True)
-        self._stack = ExitStack()
-        self.hosts = {
-            name: self._stack.enter_context(
-                closing(Host(name, number, folder, [each for each in folders.values() if each != folder]))
+        with ExitStack() as stack:
+            self.hosts = {
+                name: stack.enter_context(
+                    closing(Host(name, number, folder, [each for each in folders.values() if each != folder]))
+                )
+                for number, (name, folder) in enumerate(folders.items(), start=1)
+            }
+            self._write_settings(root)
+            self.network = stack.enter_context(
+                closing(LossyNetwork(list(self.hosts.values()), weather, seed))
             )
-            for number, (name, folder) in enumerate(folders.items(), start=1)
-        }
-        self._write_settings(root)
-        network = LossyNetwork(list(self.hosts.values()), weather, seed)
-        self.network = self._stack.enter_context(closing(network))
+            self._stack = stack.pop_all()
         self._running: dict[str, list[warm.Running]] = {}
         self._logs = root / "logs"
         self._logs.mkdir()

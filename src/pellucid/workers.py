@@ -47,7 +47,7 @@ def keep_freed_memory() -> None:
     """Has glibc keep up to 256 MiB of freed memory, and take blocks below 32 MiB from it.
 
     By itself it gives memory back after every backward pass and asks for it again in the next forward, page
-    by page: a twentieth of the time of a small model's step. With another C library nothing happens.
+    by page, which a small model's step notices. With another C library nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

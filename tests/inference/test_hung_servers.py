@@ -323,11 +323,11 @@ def test_an_engine_that_hangs_while_weights_arrive_loses_its_requests_and_one_th
     )
 
     async def main(urls: list[str]) -> int:
-        async with pool_of(*urls, weights_url="http://trainer:1") as pool:
+        async with pool_of(*urls, weights_url="http://trainer:1", hang_s=2.0) as pool:
             updating = asyncio.create_task(pool.update_weights(1, weights_folder(tmp_path, 1)))
             await until(lambda: all(puller.is_pulling for puller in pullers))
             first.stick()
-            second.engine.step_s = HANG_S / 4
+            second.engine.step_s = 0.1
             answers = await asyncio.gather(*(ask(pool, f"a{n}-r0") for n in range(4)))
             assert not updating.done() and pool._servers[0].is_out and not pool._servers[1].is_out
             first.recover()

@@ -14,7 +14,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout, shared_layout
-from pellucid.model.attention import _CALL_PAIRS, ATTENTION, PLAIN, SharedAttention
+from pellucid.model.attention import _CALL_PAIRS, _MASK_PAIRS, ATTENTION, PLAIN, SharedAttention
 from pellucid.model.segments import Family
 from pellucid.model.tiny import make_tiny_model
 from tolerance import gradient_chain, near, near_logprobs
@@ -300,6 +300,15 @@ def test_short_members_of_a_family_are_one_row_and_long_ones_a_row_each() -> Non
     assert [call._queries.shape for call in demo] == [(16, 28), (16, 56)]
     long = SharedAttention([Family(400, [300] * 4)])._calls
     assert [call._queries.shape for call in long] == [(1, 400), (4, 300)]
+
+
+@pytest.mark.parametrize("prefix", [3_000, 30_000])
+def test_members_are_joined_as_far_as_their_mask_is_small(prefix) -> None:
+    _, *calls = SharedAttention([Family(prefix, [60] * 128)])._calls
+    joined = [call._mask for call in calls if any(len(row.members) > 1 for row in call._mask._rows)]
+    num_pairs = [mask.like(torch.zeros(1, 1, 1, 8)).numel() for mask in joined]
+    assert max(num_pairs, default=0) <= _MASK_PAIRS
+    assert bool(joined) == (2 * 60 * (prefix + 2 * 60) <= _MASK_PAIRS)
 
 
 def test_a_forward_without_a_plan_is_refused(policy) -> None:

@@ -1,5 +1,6 @@
 """Resumed = uninterrupted, bit by bit, for the trainer given the same batches."""
 
+import asyncio
 import errno
 import os
 import random
@@ -8,6 +9,7 @@ import resource
 import signal
 import threading
 import time
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,14 +28,28 @@ from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.ledger.settings import record_settings
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
-from pellucid.orchestrator.snapshot import Snapshot, read_snapshot, settle_orchestrator, write_snapshot
+from pellucid.orchestrator import _check_resume, _missing_batch
+from pellucid.orchestrator.snapshot import (
+    Snapshot,
+    has_trainers_part,
+    read_snapshot,
+    settle_orchestrator,
+    write_snapshot,
+)
 from pellucid.trainer import run_with
 from pellucid.trainer.batches import OrchestratorBatches, Stopped, StopRequest
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import say_finishing
-from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, stable_steps
+from pellucid.transport import (
+    Batch,
+    FilesystemReceiver,
+    FilesystemSender,
+    encode_batch,
+    open_sender,
+    stable_steps,
+)
 from pellucid.transport.weights import weights_folder
 
 pytestmark = pytest.mark.slow
@@ -335,6 +351,50 @@ def test_the_orchestrators_part_of_a_run_is_not_rewound_without_the_trainers(tmp
     assert main(["rewind", *arguments, "--orchestrator.env", '[{"id": "x"}]']) == 2
     assert "nothing of its trainer" in capsys.readouterr().err
     assert read_snapshot(tmp_path / "run").batches_sent == 7
+
+
+def orchestrator_by_zmq(folder, **changes) -> OrchestratorRunConfig:
+    values = {"output_dir": folder, "model": {"name": "m"}, "orchestrator": {"env": [{"id": "x"}]}}
+    transport = {"type": "zmq", "port": 1}  # nobody listens there
+    return OrchestratorRunConfig.model_validate(values | {"transport": transport, "resume": True} | changes)
+
+
+@pytest.mark.parametrize("part", ["batches", "ledger/trainer.jsonl", "ledger/trainer_1.jsonl"])
+def test_an_orchestrator_does_not_ask_a_trainer_that_works_in_its_folder(tmp_path, part) -> None:
+    config = orchestrator_by_zmq(tmp_path)
+    write_snapshot(tmp_path, Snapshot(batches_sent=7))
+    assert not has_trainers_part(tmp_path)
+    (tmp_path / part).mkdir(parents=True)
+    assert has_trainers_part(tmp_path)
+    with closing(open_sender(config.transport, tmp_path, "run")) as sender:
+        assert asyncio.run(_missing_batch(config, sender)) is None
+
+
+def test_an_orchestrator_refuses_what_cannot_be_resumed_before_it_asks_its_trainer(tmp_path) -> None:
+    write_snapshot(tmp_path, Snapshot(batches_sent=7))
+    with pytest.raises(ConfigError, match=r"max_steps = 6, but the run in .* has sampled 7 steps already"):
+        _check_resume(orchestrator_by_zmq(tmp_path, max_steps=6))
+    _check_resume(orchestrator_by_zmq(tmp_path, max_steps=7))
+
+
+def test_a_trainer_says_at_its_begin_which_step_it_goes_on_with(tiny_model, samples, tmp_path) -> None:
+    """A resumed trainer that has trained all steps never waits for a batch; an orchestrator may ask it."""
+    send(tmp_path, samples)
+    own = settings(tiny_model, tmp_path)
+    run(own)
+
+    class Expecting(FilesystemReceiver):
+        expected = None
+
+        def expect(self, step: int) -> None:
+            self.expected = step
+
+    receiver = Expecting(tmp_path)
+    resumed = own.model_copy(update={"resume": True})
+    journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=True)
+    with closing(build_run(resumed, OrchestratorBatches(receiver), journal, [], publishes=True)) as built:
+        built.begin(resumed)
+        assert receiver.expected == built.start > 0
 
 
 @pytest.mark.parametrize(("missing", "next_batch"), [(5, 5), (7, 7), (9, 7)])

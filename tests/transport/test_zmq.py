@@ -1,6 +1,7 @@
 """The ZMQ transport against peers that lose, lie or are strangers."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
 import msgspec
@@ -125,11 +126,70 @@ def test_an_orchestrator_that_is_started_again_learns_which_batch_is_missing(inb
         predecessor.send(encode(Offer("run", 5, len(data), checksum_of(data))))
         assert answer(predecessor) == wanted(data, 5)
         with stranger(inbox.address) as successor:
-            successor.send(encode(AskMissing("run", 0)))
+            successor.send(encode(AskMissing("run", 0, 1)))
             assert answer(successor) == Missing("run", 5)
         predecessor.send_multipart(chunk_of(data, 5))
         wait_until(lambda: inbox.num_rejected == 1)
     assert stable_steps(tmp_path / "batches") == [3, 4]
+
+
+def test_a_trainer_with_nothing_left_answers_an_orchestrator_that_goes_on(inbox, tmp_path) -> None:
+    inbox.expect(7)  # and no batch is ever asked for
+    inbox.finish_answering(0.01)
+    with (
+        closing(ZmqSender(inbox.address, "run", hwm=2, max_bytes=100_000, close_within_s=0)) as sender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answering = pool.submit(inbox.finish_answering, PATIENCE_MS / 1000, quiet_s=0.3)
+        wait_until(lambda: sender.missing_batch() == 7)
+        answering.result(PATIENCE_MS / 1000)
+
+
+def test_a_trainer_to_which_batches_were_offered_waits_for_no_question(inbox, tmp_path) -> None:
+    inbox.expect(0)
+    data = payload()
+    with stranger(inbox.address) as peer:
+        peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+        assert answer(peer) == wanted(data)
+        started = time.monotonic()
+        inbox.finish_answering(PATIENCE_MS / 1000)
+        assert time.monotonic() - started < PATIENCE_MS / 1000
+
+
+def test_a_question_that_arrives_late_ends_no_transfer(inbox, tmp_path) -> None:
+    inbox.expect(5)
+    data = payload(5)
+    with stranger(inbox.address) as before, stranger(inbox.address) as peer:
+        before.send(encode(AskMissing("run", 0, 1)))
+        assert answer(before) == Missing("run", 5)
+        peer.send(encode(Offer("run", 5, len(data), checksum_of(data))))
+        assert answer(peer) == wanted(data, 5)
+        before.send(encode(AskMissing("run", 0, 1)))
+        assert answer(before) == Missing("run", 5)
+        peer.send_multipart(chunk_of(data, 5))
+        assert answer(peer) == Stored("run", 5)
+    assert inbox.num_rejected == 0
+
+
+def test_a_trainer_of_another_run_is_asked_once_which_batch_is_missing(inbox, tmp_path) -> None:
+    inbox.expect(0)
+    with closing(ZmqSender(inbox.address, "other", hwm=2, max_bytes=100_000, close_within_s=0)) as sender:
+
+        def is_refused() -> bool:
+            with suppress(TransportError):
+                assert sender.missing_batch() is None
+                return False
+            return True
+
+        wait_until(is_refused)
+        time.sleep(0.1)  # a loop would ask hundreds of times
+        assert inbox.num_rejected == 1
+        with pytest.raises(
+            TransportError, match=r"which batch is missing: run 'other' is not trained here; both ends need"
+        ):
+            sender.missing_batch()
+        with suppress(TransportError):
+            sender.close()
 
 
 def test_a_chunk_that_got_lost_is_asked_for_again(tmp_path, caplog) -> None:

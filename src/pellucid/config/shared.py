@@ -255,8 +255,8 @@ class WeightsConfig(Section):
         is_served = self.port or self.host != "127.0.0.1"
         if self.transport == "filesystem" and (is_served or self.cache_dir or self.deltas):
             yield (
-                'weights.host, port, cache_dir and deltas are for weights.transport = "http", and the '
-                'transport is "filesystem"; leave them out or set the transport'
+                'weights.host and port are for weights.transport = "http", cache_dir and deltas for "http" '
+                'and "object-store", and the transport is "filesystem"; leave them out or set the transport'
             )
         if self.transport == "object-store" and is_served:
             yield 'weights.host and port are for weights.transport = "http", not for a store; leave them out'

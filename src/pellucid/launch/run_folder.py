@@ -44,7 +44,12 @@ from pellucid.ledger.journal import journals_of
 from pellucid.ledger.settings import Change, changed_settings
 from pellucid.metrics import drop_metrics
 from pellucid.orchestrator.records import PROGRESS_FILE
-from pellucid.orchestrator.snapshot import check_max_steps, read_snapshot, settle_orchestrator
+from pellucid.orchestrator.snapshot import (
+    check_max_steps,
+    has_trainers_part,
+    read_snapshot,
+    settle_orchestrator,
+)
 from pellucid.transport import retract_steps
 
 logger = logging.getLogger(__name__)
@@ -317,8 +322,7 @@ def run_rewind(config: RLConfig) -> None:
 def _require_trainers_part(folder: Path) -> None:
     """Raises ConfigError in the folder of an orchestrator whose trainer has one of its own: all batches would
     look lost."""
-    trainers = (folder / "batches", *journals_of(folder / "ledger", Stage.TRAINER))
-    if read_snapshot(folder) is not None and not any(path.exists() for path in trainers):
+    if read_snapshot(folder) is not None and not has_trainers_part(folder):
         raise ConfigError(
             f"output_dir = {folder} has the orchestrator's part of a run and nothing of its trainer, which "
             "has a folder elsewhere; start each part with --resume instead"

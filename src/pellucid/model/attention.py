@@ -217,10 +217,13 @@ def _calls(families: Sequence[Family], start: int) -> list["_SdpaCall"]:
 
 
 def _append_member(rows: list[_Row], row: _Row) -> None:
-    """Adds a member's row, joined with that of the member before it if one row for both costs less."""
+    """Adds a member's row, joined with that of the member before it if one row for both costs less and has
+    no large mask."""
     if rows and rows[-1].prefix_start == row.prefix_start:
         before, joined = rows[-1], rows[-1].joined(row)
-        if before.own_start + before.own == row.own_start and joined.cost <= before.cost + row.cost:
+        is_next = before.own_start + before.own == row.own_start
+        is_small = joined.own * (joined.prefix + joined.own) <= _MASK_PAIRS
+        if is_next and is_small and joined.cost <= before.cost + row.cost:
             rows[-1] = joined
             return
     rows.append(row)

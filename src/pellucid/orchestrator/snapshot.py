@@ -210,6 +210,12 @@ def _decode(path: Path) -> Snapshot:
         raise DataError(f"{path} is of another version of pellucid, or damaged: {error}") from error
 
 
+def has_trainers_part(folder: Path) -> bool:
+    """Returns whether the trainer of the run works in this folder, and not in one elsewhere."""
+    parts = (folder / "batches", *journal.journals_of(folder / "ledger", Stage.TRAINER))
+    return any(path.exists() for path in parts)
+
+
 def settle_orchestrator(
     config: TrainerRunConfig | OrchestratorRunConfig,
     changes: Sequence[Change] = (),

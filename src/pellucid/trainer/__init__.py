@@ -100,6 +100,7 @@ def _train(config: TrainerRunConfig, run: Run) -> None:
         try:
             run.begin(config)
             train(run)
+            run.finish_answering()
             run.finish_offering()
         except Exception as error:
             say_failure(error)

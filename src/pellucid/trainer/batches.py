@@ -40,6 +40,14 @@ class BatchSource(Protocol):
         """Returns whether `next` would not wait."""
         return True
 
+    def expect(self, step: int) -> None:
+        """Tells whoever sends the batches, if it asks, that the run goes on with this step."""
+        return None
+
+    def finish_answering(self, within_s: float) -> None:
+        """Waits until whoever sends the batches knows that, at most so long."""
+        return None
+
     def release_before(self, step: int) -> None:
         """Lets batches of earlier steps be deleted: a checkpoint covers them."""
         return None
@@ -58,6 +66,12 @@ class OrchestratorBatches(BatchSource):
 
     def is_there(self, step: int) -> bool:
         return self._receiver.has(step)
+
+    def expect(self, step: int) -> None:
+        self._receiver.expect(step)
+
+    def finish_answering(self, within_s: float) -> None:
+        self._receiver.finish_answering(within_s)
 
     def release_before(self, step: int) -> None:
         self._receiver.release_before(step)

@@ -23,7 +23,8 @@ from pellucid.data.tensors import TokenTensors, generators_of
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, working
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
-from pellucid.ledger import Journal, sum_entries
+from pellucid.ledger import Journal, Stage, sum_entries
+from pellucid.ledger.journal import journals_of
 from pellucid.ledger.settings import changed_settings, record_settings
 from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Max, Sink, Stopwatch, Sum
@@ -60,6 +61,7 @@ if TYPE_CHECKING:  # a web server, which few runs need
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_S = 60.0
 _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
 
@@ -135,6 +137,8 @@ class Run:
         self.ranks.share(lambda: changed_settings(config, part))
         if config.resume:
             self.restore()
+        if self.ranks.is_main:
+            self.batches.expect(self.start)
         changes = self.ranks.share(lambda: record_settings(config, part, self.start))
         if self.ranks.is_main:
             for change in changes:
@@ -481,6 +485,14 @@ class Run:
             waiting = working("offering its last weights to whoever asks", silence_s=SINK_SILENCE_S)
             with waiting, self.stop.interruptible():
                 self.offer.wait_until_quiet()
+
+    def finish_answering(self) -> None:
+        """Waits until an orchestrator elsewhere that is resumed too knows that all steps are trained."""
+        orchestrators = journals_of(self.output_dir / "ledger", Stage.ORCHESTRATOR)
+        if self.ranks.is_main and not any(path.exists() for path in orchestrators):
+            waiting = working("answering an orchestrator that goes on", silence_s=SINK_SILENCE_S)
+            with waiting, self.stop.interruptible():
+                self.batches.finish_answering(_ANSWER_S)
 
     def close(self) -> None:
         self._publisher.close()

@@ -251,6 +251,12 @@ class BatchReceiver(Protocol):
     def receive(self, step: int) -> Batch:
         """Blocks until a good batch of this step is there."""
 
+    def expect(self, step: int) -> None:
+        """Notes that the trainer goes on with this step, for an orchestrator elsewhere."""
+
+    def finish_answering(self, within_s: float) -> None:
+        """Waits until an orchestrator elsewhere knows which batch is missing, or has offered one."""
+
     def release_before(self, step: int) -> None:
         """Releases the batches of earlier steps; those from this step on may be received again."""
 
@@ -281,12 +287,20 @@ class FilesystemSender:
 
 
 class FilesystemReceiver:
+    """Takes batches out of the run folder, where the orchestrator sees for itself what is there."""
+
     def __init__(self, run_dir: Path, *, limits: Limits | None = None) -> None:
         self._spool = Spool(run_dir, limits)
         self.num_rejected = 0
 
     def has(self, step: int) -> bool:
         return self._spool.has(step)
+
+    def expect(self, step: int) -> None:
+        """Nobody has to be told."""
+
+    def finish_answering(self, within_s: float) -> None:
+        """Nobody asks."""
 
     def poll(self, step: int) -> Batch | None:
         if not self._spool.has(step):
@@ -333,6 +347,12 @@ class MemoryChannel:
 
     def has(self, step: int) -> bool:
         return not self._queue.empty()
+
+    def expect(self, step: int) -> None:
+        """Nobody has to be told."""
+
+    def finish_answering(self, within_s: float) -> None:
+        """Nobody asks."""
 
     def poll(self, step: int) -> Batch | None:
         return self._take(step) if self.has(step) else None

@@ -15,12 +15,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import fsspec
 import msgspec
 
+from pellucid.data.files import append_whole, step_number
 from pellucid.errors import ConfigError, TransportError
 from pellucid.transport.digests import DIGESTS, OfferedVersions, digest_of_bytes, read_digests
 from pellucid.transport.spool import stable_steps
@@ -68,12 +70,22 @@ class WeightsStore:
         return self._read(f"/{_LIST}/step_{version}/{DIGESTS}")
 
     def append(self, path: str, target: Path, on_bytes: Callable[[int], None]) -> None:
-        """Appends the rest of a file to what `target` has of it."""
-        with self.reached(path), self.files.open(self.path(path), "rb") as source, target.open("ab") as file:
-            source.seek(file.tell())
-            while chunk := source.read(CHUNK_BYTES):
-                file.write(chunk)
+        """Appends the rest of a file to what `target` has of it.
+
+        Raises OSError if that cannot be written, which is no fault of the store.
+        """
+        with self.reached(path):
+            opened = self.files.open(self.path(path), "rb")
+        with closing(opened) as source, target.open("ab", buffering=0) as file:
+            with self.reached(path):
+                source.seek(file.tell())
+            while chunk := self._read_chunk(path, source):
+                append_whole(file, chunk)
                 on_bytes(len(chunk))
+
+    def _read_chunk(self, path: str, source: BinaryIO) -> bytes:
+        with self.reached(path):
+            return source.read(CHUNK_BYTES)
 
     def _read(self, path: str) -> bytes:
         with self.reached(path):
@@ -100,6 +112,12 @@ class StoredOffer:
         self.leases = Leases()
         """None is ever taken."""
         self._listed: dict[int, str] = {}
+        self._stored = self._find_stored()
+        """Versions of which the store has files, whole or not."""
+
+        self._failing_since_s: float | None = None
+        """When the store could no longer be written to; nothing was written since."""
+
         self._is_ending = threading.Event()
         self._write_list()  # versions that a resumed trainer takes back are offered no more
         self._thread = threading.Thread(target=self._follow, name="weights", daemon=True)
@@ -108,11 +126,17 @@ class StoredOffer:
         self._thread.start()
 
     def wait_until_quiet(self) -> None:
-        """Returns once the store holds the last version, or could not be reached for a minute."""
-        deadline = time.monotonic() + RESUME_S
+        """Returns once the store holds the last version, or could not be written to for a minute."""
         while self._listed != self._published():
-            if time.monotonic() > deadline:
-                log.error("%s does not hold the last weights: it could not be reached", self._store.url)
+            since_s = self._failing_since_s
+            if not self._thread.is_alive():
+                log.error("%s does not hold the last weights: what writes them has ended", self._store.url)
+                return
+            if since_s is not None and time.monotonic() - since_s > RESUME_S:
+                log.error(
+                    "%s does not hold the last weights: it could not be written to for %g s",
+                    *(self._store.url, RESUME_S),
+                )
                 return
             time.sleep(_POLL_S)
 
@@ -127,11 +151,12 @@ class StoredOffer:
             try:
                 self._update()
             except (TransportError, OSError) as error:
+                self._failing_since_s = self._failing_since_s or time.monotonic()
                 if not is_said:
                     log.warning("%s; trying again until it works", name_of(error))
                 pause_s, is_said = min(2 * pause_s, _LONGEST_PAUSE_S), True
             else:
-                pause_s, is_said = _POLL_S, False
+                pause_s, is_said, self._failing_since_s = _POLL_S, False, None
 
     def _published(self) -> dict[int, str]:
         found = {}
@@ -141,31 +166,57 @@ class StoredOffer:
                 found[version] = digest_of_bytes(path.read_bytes())
         return found
 
+    def _find_stored(self) -> set[int]:
+        """Lists the store, which may have versions of an earlier process."""
+        path, found = f"/{_LIST}_files", []
+        with self._store.reached(path), suppress(FileNotFoundError):
+            found = self._store.files.ls(self._store.path(path), detail=False)
+        numbers = (step_number(each.rstrip("/").rpartition("/")[2]) for each in found)
+        return {number for number in numbers if number is not None}
+
     def _update(self) -> None:
         published = self._published()
-        gone = {version for version, digest in self._listed.items() if published.get(version) != digest}
-        if gone:
-            self._listed = {version: self._listed[version] for version in self._listed.keys() - gone}
+        kept = {version: each for version, each in self._listed.items() if published.get(version) == each}
+        if kept != self._listed:
+            self._listed = kept
             self._write_list()
-            for version in gone:
-                path = f"/{_LIST}/step_{version}"
-                with self._store.reached(path):
-                    self._store.files.rm(self._store.path(path), recursive=True)
         for version in sorted(published.keys() - self._listed.keys()):
-            self._upload(version)
-            self._listed[version] = published[version]
+            if not self._has(version, published[version]):
+                self._upload(version)
+            self._listed = {**self._listed, version: published[version]}
             self._write_list()
+        for version in sorted(self._stored - self._listed.keys()):
+            self._remove(version)
+
+    def _has(self, version: int, digest: str) -> bool:
+        """Whether the store has this very version: its digests are written last, and removed first."""
+        try:
+            return version in self._stored and digest_of_bytes(self._store.digests(version)) == digest
+        except RefusedError:
+            return False
+
+    def _remove(self, version: int) -> None:
+        folder = f"/{_LIST}/step_{version}"
+        for path, is_folder in ((f"{folder}/{DIGESTS}", False), (folder, True)):
+            with self._store.reached(path), suppress(FileNotFoundError):
+                self._store.files.rm(self._store.path(path), recursive=is_folder)
+        self._stored.discard(version)
 
     def _upload(self, version: int) -> None:
         folder = self._folder / f"step_{version}"
         digests = read_digests(folder)
-        assert digests is not None
+        if digests is None:
+            raise TransportError(f"policy version {version} was withdrawn meanwhile")
+        if version in self._stored:
+            self._remove(version)
+        self._stored.add(version)
         names = [*digests.files, *([digests.delta.name] if digests.delta else []), DIGESTS]
         for name in names:
             path = f"/{_LIST}/step_{version}/{name}"
             with self._store.reached(path):
                 self._store.files.makedirs(self._store.path(path).rpartition("/")[0], exist_ok=True)
                 self._store.files.put_file(str(folder / name), self._store.path(path))
+            self._failing_since_s = None
 
     def _write_list(self) -> None:
         with self._store.reached(f"/{_LIST}"):

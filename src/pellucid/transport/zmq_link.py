@@ -77,6 +77,9 @@ class Chunk(_Message, frozen=True):
 class AskMissing(_Message, frozen=True):
     """The sender was started again. `step`: 0."""
 
+    sender: int
+    """Random, the same in all questions of a sender: its first one is told from one that arrives late."""
+
     protocol: int = PROTOCOL
 
 

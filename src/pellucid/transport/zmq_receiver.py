@@ -61,6 +61,10 @@ _MAX_QUEUED_MESSAGES = 8
 _MAX_CHUNKS = 4
 """Chunks that are on their way at once."""
 
+_MAX_KNOWN_SENDERS = 64
+_QUIET_S = 5.0
+"""Without a question: whoever asked has got the answer."""
+
 _WAIT_S = 0.2
 
 
@@ -158,6 +162,12 @@ class ZmqReceiver(FilesystemReceiver):
         self._peer: bytes | None = None
         """Connection that the last offer came from."""
 
+        self._asked: deque[int] = deque(maxlen=_MAX_KNOWN_SENDERS)
+        """Senders that have asked which batch is missing."""
+
+        self._asked_s: float | None = None
+        """When the last question was answered."""
+
         self._expected: int | None = None
         self._closing = False
         self._context: zmq.Context[Any] = zmq.Context()
@@ -193,6 +203,15 @@ class ZmqReceiver(FilesystemReceiver):
         if self._expected != step:
             self._expected = step
             self._bell.ring()
+
+    def finish_answering(self, within_s: float, quiet_s: float = _QUIET_S) -> None:
+        """Waits until an orchestrator has offered a batch, or asked which is missing and is quiet since."""
+        until_s = time.monotonic() + within_s
+        while self._asked_s is not None or self._peer is None:
+            end_s = until_s if self._asked_s is None else self._asked_s + quiet_s
+            if (left_s := end_s - time.monotonic()) <= 0:
+                return
+            time.sleep(min(left_s, _WAIT_S))
 
     def close(self) -> None:
         self._closing = True
@@ -280,7 +299,7 @@ class ZmqReceiver(FilesystemReceiver):
             self._say(peer, Refused(message.run_id, message.step, 0, reason, is_final=True))
             raise PayloadError(sender, 0, reason)
         if isinstance(message, AskMissing):
-            self._tell_missing(peer)
+            self._tell_missing(peer, message.sender)
         elif isinstance(message, Offer):
             self._answer(peer, message)
         else:
@@ -300,20 +319,23 @@ class ZmqReceiver(FilesystemReceiver):
             return f"an offer of {self._limits.too_large(message.num_bytes)}"
         return None
 
-    def _tell_missing(self, peer: bytes) -> None:
+    def _tell_missing(self, peer: bytes, sender: int) -> None:
         """Tells an orchestrator that was started again where to go on.
 
-        What its predecessor was sending, and what it stored beyond a batch that is missing, is forgotten: it
-        comes anew, and may be other samples.
+        At its first question, what its predecessor was sending, and what it stored beyond a batch that is
+        missing, is forgotten: it comes anew, and may be other samples. By a later one, which a slow network
+        may deliver at any time, it may be sending itself.
         """
         if (step := self._expected) is None:
             return
-        if self._transfer is not None and self._transfer.peer != peer:
-            self._transfer = None
         while self._spool.checksum(step) is not None:
             step += 1
-        self._spool.forget_from(step)
-        self._say(peer, Missing(self._run_id, step))
+        if sender not in self._asked:
+            self._asked.append(sender)
+            self._transfer = None
+            self._spool.forget_from(step)
+        if self._say(peer, Missing(self._run_id, step)):
+            self._asked_s = time.monotonic()
 
     def _answer(self, peer: bytes, offer: Offer) -> None:
         self._peer, next_step = peer, self._expected

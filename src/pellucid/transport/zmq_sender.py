@@ -1,6 +1,7 @@
 """The orchestrator's end of the ZMQ transport; `zmq_link` shows the conversation."""
 
 import logging
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ class ZmqSender:
         self._due_s = 0.0
         """When to offer next."""
 
+        self._number = secrets.randbits(63)
         self._asks_missing = False
         self._missing: int | None = None
         self._changed = threading.Condition()
@@ -127,12 +129,17 @@ class ZmqSender:
         self._bell.ring()
 
     def missing_batch(self) -> int | None:
-        """Asks the trainer for the first step whose batch it has not stored; None until it has answered."""
-        self.check()
+        """Asks the trainer for the first step whose batch it has not stored; None until it has answered.
+
+        Raises TransportError if it refuses to answer.
+        """
         with self._changed:
-            self._asks_missing = self._missing is None
+            self.check()
+            if self._missing is not None or self._asks_missing:
+                return self._missing
+            self._asks_missing = True
         self._bell.ring()
-        return self._missing
+        return None
 
     def check(self) -> None:
         if self._failure is not None:
@@ -222,7 +229,7 @@ class ZmqSender:
     def _offer(self) -> None:
         """Offers the oldest batch that is not stored, or else the oldest not taken, to learn its state."""
         if self._asks_missing:
-            self._say(AskMissing(self._run_id, 0))
+            self._say(AskMissing(self._run_id, 0, self._number))
         with self._changed:
             if self._failure is not None or not self._outgoing:
                 return
@@ -302,6 +309,7 @@ class ZmqSender:
     def _note_refusal(self, refused: Refused) -> None:
         batch = self._outgoing.get(refused.step)
         if batch is None:
+            self._note_refused_question(refused.reason)
             return
         batch.num_refused += 1
         logger.warning(
@@ -310,6 +318,18 @@ class ZmqSender:
         )
         if refused.is_final or batch.num_refused >= _MAX_ATTEMPTS:
             self._fail(batch_refused(refused.step, refused.reason))
+
+    def _note_refused_question(self, reason: str) -> None:
+        with self._changed:
+            if not self._asks_missing:
+                return
+            self._asks_missing = False
+            self._fail(
+                TransportError(
+                    f"the trainer at {self._address} does not tell which batch is missing: {reason}; both "
+                    "ends need one run name and one version of pellucid"
+                )
+            )
 
     def _say(self, message: ToReceiver, part: memoryview | None = None) -> bool:
         """False if nobody is there to hear it."""

@@ -43,7 +43,7 @@ from pellucid.checks.verify.training_stages import (
 )
 from pellucid.config import CustomLossConfig, VerifyConfig
 from pellucid.config.trainer import DppoLossConfig
-from pellucid.trainer.batches import Stopped
+from pellucid.trainer.batches import BatchSource, Stopped
 from pellucid.trainer.loop import train
 from pellucid.trainer.run import Run
 from pellucid.transport import Batch
@@ -161,7 +161,7 @@ def _train_resumed(
         differences.same("checkpoint", [0, RESUMED_AT, kept[0]], oracle.released[:3], where)
 
 
-class _OracleBeside:
+class _OracleBeside(BatchSource):
     """The oracle beside a trainer, which takes its batches from here and reports its steps to here.
 
     The trainer's loop is the real one: at the start of a step it asks for a batch (`next`), its backward
