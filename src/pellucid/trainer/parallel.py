@@ -276,9 +276,10 @@ class Ranks:
             return load(self.device), None
         if read_image_shape(config.name) is not None:
             raise ConfigError(
-                f"model.name = {config.name!r} reads images, and of several trainer processes one without an "
-                "image in its micro batch would wait for none of the vision tower's weights, and the others "
-                "forever for it; train it in one process (gpus.trainer = 1, trainer.model.cp = 1)"
+                f"model.name = {config.name!r} reads images, and several trainer processes gather the vision "
+                "tower's weights together: one whose micro batch has no image would not take part, and the "
+                "others would wait for it forever; train it in one process (gpus.trainer = 1, "
+                "trainer.model.cp = 1)"
             )
         found: list[tuple[Policy, StoredWeights]] = []
 
