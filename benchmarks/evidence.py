@@ -1,9 +1,10 @@
 """SmolLM2-135M learns tasks of reasoning-gym on this machine: `make evidence`.
 
-    prepare → per task: warm-up by sft, base model evaluated → per seed and task: rl → page
+    prepare → per seed and task: warm-up by sft and base model evaluated, both once per task → rl → page
 
 - A part that has ended well left `PART.usage.json` beside its folder and is not repeated, so that the command
   goes on where it was stopped. A part that was cut short starts anew.
+- The page keeps the published figures of a task of which no run is here.
 - Warm-up and rl draw from questions of training, evaluations from the others; the environment decides by the
   question's text.
 - Every count comes from the rollouts that the runs saved. The page is made from `evidence.json` alone.
@@ -13,7 +14,6 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +32,7 @@ from benchmarks.evidence_page import (
     RunResult,
     TaskResult,
     Usage,
+    load,
     write_page,
 )
 from pellucid.config import RLConfig
@@ -50,6 +51,8 @@ DEFAULT_TASKS = ["word_reversal", "needle"]
 
 NUM_WARM_UP, WARM_UP_SEED = 3000, 1000
 PELLUCID = (sys.executable, "-m", "pellucid.cli")
+KNOWN_FILES = ("@", str(REVERSE_TEXT / "rl.toml"), "@", str(REVERSE_TEXT / "smollm.toml"))
+KNOWN_COMMAND = (*PELLUCID, "rl", *KNOWN_FILES)
 POLL_S = 1.0
 FINISHED = "rl_*.usage.json"
 
@@ -76,11 +79,14 @@ class Part:
             print(f"{self.folder} is there", flush=True)
             return
         load, started = os.getloadavg()[0], time.time()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        command = [*self.command, "--output-dir", str(self.folder)]
+        command = [*self.command, "--output-dir", str(self.folder), "--clean-output-dir"]
         print("$", *command, flush=True)
         process = subprocess.Popen(command, preexec_fn=_take_interrupts)
-        status, used = self._wait(process)
+        try:
+            status, used = self._wait(process)
+        except KeyboardInterrupt:  # the shell sent it to the process, too
+            process.wait()
+            sys.exit(f"stopped; the same command goes on with {self.folder}")
         if status != 0 and not self._is_enough():
             sys.exit(f"{self.folder} ended with {status}; see {self.folder / 'logs'}")
         usage = Usage(time.time() - started, used.ru_utime + used.ru_stime, (load, os.getloadavg()[0]))
@@ -145,8 +151,12 @@ def base_evaluation(task: str) -> Part:
 
 
 def known_result() -> Part:
-    files = ("@", str(REVERSE_TEXT / "rl.toml"), "@", str(REVERSE_TEXT / "smollm.toml"))
-    return Part(OUTPUTS / "reverse_text", (*PELLUCID, "rl", *files))
+    return Part(OUTPUTS / "reverse_text" / "rl", KNOWN_COMMAND)
+
+
+def known_base() -> Part:
+    command = (*KNOWN_COMMAND, "--model.name", str(BASE))
+    return Part(OUTPUTS / "reverse_text" / "base", command, only_evaluates=True)
 
 
 def main() -> None:
@@ -158,8 +168,16 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if not options.page:
         run_all(options.tasks, options.seeds)
-    tasks = [task for task in WARM_UP_STEPS if any((OUTPUTS / task).glob(FINISHED))]
-    evidence = Evidence([result_of(task) for task in tasks], known_result_of())
+    publish()
+
+
+def publish() -> None:
+    """Makes the page anew from the runs that are here, and from published ones of other tasks."""
+    published = load(RESULTS)
+    results = {result.task: result for result in published.tasks}
+    results |= {task: result_of(task) for task in WARM_UP_STEPS if any((OUTPUTS / task).glob(FINISHED))}
+    tasks = [results[task] for task in WARM_UP_STEPS if task in results]
+    evidence = Evidence(tasks, known_result_of() or published.known_result)
     RESULTS.write_text(json.dumps(asdict(evidence), indent=1) + "\n")
     write_page(evidence)
 
@@ -172,12 +190,14 @@ def run_all(tasks: Sequence[str], seeds: Sequence[int]) -> None:
             if not part.usage_path.exists():
                 write_warm_up(task, part.folder.with_name("warmup.jsonl"))
             part.run()
-            training(task, seed).run()
             base_evaluation(task).run()
+            training(task, seed).run()
+            publish()
     if importlib.util.find_spec("reverse_text") is None:
         print("NOTE: the taskset reverse-text is not installed; its run is left out (docs/evidence.md)")
         return
     subprocess.run([sys.executable, str(REVERSE_TEXT / "prepare.py")], check=True)
+    known_base().run()
     known_result().run()
 
 
@@ -195,17 +215,23 @@ def result_of(task: str) -> TaskResult:
 
 
 def run_result(seed: int, part: Part) -> RunResult:
-    versions = [record["step"] for record in read_metrics(part.folder / "metrics" / "eval.jsonl")]
+    before, after = evaluated_versions(part.folder)
     sampled, sent = tokens_of(part.folder)
     return RunResult(
         seed=seed,
         usage=part.usage(),
-        before=accuracy(part.folder, versions[0]),
-        after=accuracy(part.folder, versions[-1]),
+        before=accuracy(part.folder, before),
+        after=accuracy(part.folder, after),
         tokens_sampled=sampled,
         tokens_sent=sent,
         points=list(points_of(part.folder)),
     )
+
+
+def evaluated_versions(folder: Path) -> tuple[int, int]:
+    """Returns the first and the last policy version that was evaluated."""
+    versions = [record["step"] for record in read_metrics(folder / "metrics" / "eval.jsonl")]
+    return versions[0], versions[-1]
 
 
 def rollouts_of(folder: Path, step: int, kind: str) -> list[dict[str, Any]]:
@@ -217,11 +243,16 @@ def rollouts_of(folder: Path, step: int, kind: str) -> list[dict[str, Any]]:
 
 def accuracy(folder: Path, version: int) -> Accuracy:
     """Counts each held-out question once, however often it was drawn: greedy answers to it are the same."""
-    correct = {
-        rollout["messages"][-1]["content"]: rollout["metrics"]["correct"] == 1.0
-        for rollout in rollouts_of(folder, version, "eval")
-    }
-    return Accuracy(sum(correct.values()), len(correct))
+    rewards = rewards_of(folder, version)
+    return Accuracy(sum(reward == 1.0 for reward in rewards), len(rewards))
+
+
+def rewards_of(folder: Path, version: int) -> list[float]:
+    """Reads the reward of each held-out question; a rollout that failed has none and counts as 0."""
+    rollouts = rollouts_of(folder, version, "eval")
+    return list(
+        {rollout["messages"][-1]["content"]: rollout["reward"] or 0.0 for rollout in rollouts}.values()
+    )
 
 
 def points_of(folder: Path) -> Iterator[Point]:
@@ -253,7 +284,17 @@ def known_result_of() -> KnownResult | None:
     part = known_result()
     if not part.usage_path.exists():
         return None
-    return KnownResult(part.usage(), *tokens_of(part.folder), list(points_of(part.folder)))
+    before, after = evaluated_versions(part.folder)
+    sampled, sent = tokens_of(part.folder)
+    return KnownResult(
+        usage=part.usage(),
+        base=rewards_of(known_base().folder, 0),
+        before=rewards_of(part.folder, before),
+        after=rewards_of(part.folder, after),
+        tokens_sampled=sampled,
+        tokens_sent=sent,
+        points=list(points_of(part.folder)),
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.panels import Panel, Series, draw_panels
@@ -84,6 +85,11 @@ class KnownResult:
     """The run of examples/reverse_text_qwen with SmolLM2."""
 
     usage: Usage
+    base: list[float]
+    """Rewards of the held-out texts by SmolLM2-135M-Instruct; below, by the model before and after RL."""
+
+    before: list[float]
+    after: list[float]
     tokens_sampled: int
     tokens_sent: int
     points: list[Point]
@@ -101,6 +107,12 @@ def wilson(num_correct: int, num_questions: int, z: float = Z_95) -> tuple[float
     middle = (share + weight / 2) / (1 + weight)
     half = z / (1 + weight) * sqrt(share * (1 - share) / num_questions + weight / (4 * num_questions))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mean_interval(rewards: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the mean and its normal interval: `mean_interval([0, 1])` is (0.5, -0.48, 1.48)."""
+    half = Z_95 * stdev(rewards) / sqrt(len(rewards))
+    return mean(rewards), mean(rewards) - half, mean(rewards) + half
 
 
 def load(path: Path) -> Evidence:
@@ -146,6 +158,17 @@ def accuracies(tasks: Sequence[TaskResult]) -> Iterator[str]:
             yield f"| `{task.task}` | {run.seed} | {held_out} | {task.base} | {run.before} | {run.after} |"
 
 
+def known_rewards(known: KnownResult) -> Iterator[str]:
+    """Yields the table of the held-out texts of the known result."""
+    models = (known.base, known.before, known.after)
+    yield "| `reverse-text` | texts | SmolLM2-135M-Instruct | after warm-up | after RL |"
+    yield "|---|---|---|---|---|"
+    means = ["{:.3f} ({:.3f} – {:.3f})".format(*mean_interval(rewards)) for rewards in models]
+    exact = [str(Accuracy(sum(reward == 1.0 for reward in rewards), len(rewards))) for rewards in models]
+    for what, cells in (("mean reward", means), ("exactly reversed", exact)):
+        yield f"| {what} | {len(known.after)} | {' | '.join(cells)} |"
+
+
 def costs(evidence: Evidence) -> Iterator[str]:
     """Yields the table of time and tokens."""
     yield "| task | seed | steps | rollouts | tokens sampled | in batches | wall time | CPU time | load |"
@@ -174,11 +197,13 @@ def _cost(usage: Usage) -> str:
 def measured(evidence: Evidence) -> str:
     """Returns the generated part of the page."""
     parts = [
-        "![Mean reward over the steps of rl, a line per seed; dots are held-out accuracy with its interval]"
+        "![Mean reward over the steps of rl, a line per seed; dots are held-out accuracy with its interval, "
+        "for reverse-text held-out reward]"
         "(images/evidence.svg)",
         "",
         *accuracies(evidence.tasks),
         "",
+        *(() if evidence.known_result is None else (*known_rewards(evidence.known_result), "")),
         *costs(evidence),
         "",
     ]
@@ -202,6 +227,11 @@ def _share(step: int, accuracy: Accuracy) -> tuple[float, float, float, float]:
     return step, low, accuracy.num_correct / accuracy.num_questions, high
 
 
+def _mean(step: int, rewards: Sequence[float]) -> tuple[float, float, float, float]:
+    middle, low, high = mean_interval(rewards)
+    return step, low, middle, high
+
+
 def summary(tasks: Sequence[TaskResult]) -> str:
     """Returns the README's figures: accuracy of each task before and after RL, lowest and highest seed."""
     parts = []
@@ -222,7 +252,9 @@ def write_page(
 ) -> None:
     panels = [_panel(task) for task in evidence.tasks]
     if (known := evidence.known_result) is not None:
-        panels.append(Panel("reverse-text", [Series("seed 0", [point.reward for point in known.points])]))
+        rewards = [point.reward for point in known.points]
+        dots = [(0, known.before), (len(rewards), known.after)]
+        panels.append(Panel("reverse-text", [Series("seed 0", rewards, [_mean(*dot) for dot in dots])]))
     (pictures / "evidence.svg").write_text(draw_panels(panels, WINDOW))
     _replace(page, START, f"\n{measured(evidence)}\n", STOP)
     _replace(readme, SUMMARY_START, summary(evidence.tasks), SUMMARY_STOP)

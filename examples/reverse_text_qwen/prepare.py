@@ -2,8 +2,8 @@
 
     python examples/reverse_text_qwen/prepare.py [outputs/reverse_text_qwen]
 
-writes `data/train.jsonl` for the taskset, `warmup.jsonl` and `sft/`. A model that is there already is kept.
-The weights come from `examples/smollm/prepare.py`.
+writes `data/` and `held_out/` for the taskset, `warmup.jsonl` and `sft/`; no sentence is in two of them.
+A model that is there already is kept. The weights come from `examples/smollm/prepare.py`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SUBJECTS = ("A cat", "My dog", "The boy", "Our team", "A bird", "Her son", "One 
 VERBS = ("saw", "took", "left", "met", "led", "hit", "lost", "held", "sold", "built")
 OBJECTS = ("a red car", "the old map", "no one", "two cows", "the boat", "a big tree", "his hat", "it")
 PLACES = ("today", "at noon", "in May", "by the sea", "at home", "last year", "in the rain", "on foot")
-NUM_WARM_UP, WARM_UP_STEPS = 2000, 40
+NUM_WARM_UP, NUM_HELD_OUT, WARM_UP_STEPS = 1000, 128, 8
 
 
 def sentences(seed: int = 0) -> list[str]:
@@ -51,7 +51,9 @@ def main() -> None:
     folder = parser.parse_args().folder
     texts = sentences()
     write(folder / "warmup.jsonl", warm_up(texts[:NUM_WARM_UP]))
-    write(folder / "data" / "train.jsonl", ({"prompt": text} for text in texts[NUM_WARM_UP:]))
+    slices = {"data": texts[NUM_WARM_UP:-NUM_HELD_OUT], "held_out": texts[-NUM_HELD_OUT:]}
+    for name, prompts in slices.items():
+        write(folder / name / "train.jsonl", ({"prompt": text} for text in prompts))
     if (folder / "sft" / "model" / "tokenizer.json").exists():
         print(f"{folder / 'sft' / 'model'} is there")
         return
@@ -60,6 +62,8 @@ def main() -> None:
         "--data.path": folder / "warmup.jsonl",
         "--output-dir": folder / "sft",
         "--max-steps": WARM_UP_STEPS,
+        "--data.batch-size": 16,
+        "--trainer.optim.lr": 3e-4,
     }
     flags = [str(word) for option in options.items() for word in option]
     command = [sys.executable, "-m", "pellucid.cli", "sft", "@", "examples/evidence/sft.toml", *flags]

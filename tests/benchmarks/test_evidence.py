@@ -77,7 +77,8 @@ def evidence() -> Evidence:
     usage = Usage(600.0, 150.0, (4.04, 5.0))
     run = RunResult(3, usage, Accuracy(60, 240), Accuracy(180, 240), 1234, 800, points)
     task = TaskResult("needle", 4, Usage(90.0, 45.0, (1.0, 2.0)), Accuracy(0, 240), [run])
-    return Evidence([task], KnownResult(usage, 99, 66, points))
+    known = KnownResult(usage, [0.0, 0.0], [0.25, 0.75, 0.25, 0.75], [1.0, 1.0, 0.5, 0.5], 99, 66, points)
+    return Evidence([task], known)
 
 
 def test_the_page_follows_from_the_file(tmp_path: Path) -> None:
@@ -96,7 +97,13 @@ def test_the_page_follows_from_the_file(tmp_path: Path) -> None:
     assert "| `needle` | warm-up | 4 | | | | 1.5 min | 0.8 min | 1.0 → 2.0 |" in lines
     assert "| `needle` | 3 | 3 | 288 | 1,234 | 800 | 10.0 min | 2.5 min | 4.0 → 5.0 |" in lines
     assert "| `reverse-text` | 0 | 3 | 288 | 99 | 66 | 10.0 min | 2.5 min | 4.0 → 5.0 |" in lines
-    assert (tmp_path / "evidence.svg").read_text().count("<polyline") == 4
+    # Of four rewards a quarter away from their mean: 1.96 · (0.25 · sqrt(4 / 3)) / sqrt(4) on each side.
+    rewards = "0.000 (0.000 – 0.000) | 0.500 (0.217 – 0.783) | 0.750 (0.467 – 1.033)"
+    assert f"| mean reward | 4 | {rewards} |" in lines
+    exact = f"{Accuracy(0, 2)} | {Accuracy(0, 4)} | {Accuracy(2, 4)}"
+    assert f"| exactly reversed | 4 | {exact} |" in lines
+    picture = (tmp_path / "evidence.svg").read_text()
+    assert picture.count("<polyline") == 4 and picture.count("<circle") == 4
     again = page.read_text()
     write_page(load(results), page, tmp_path, readme)
     assert page.read_text() == again
