@@ -2,22 +2,29 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.evidence import (
     NUM_WARM_UP,
+    OUTPUTS,
     WARM_UP_SEED,
     WARM_UP_STEPS,
     Part,
     accuracy,
+    base_evaluation,
     points_of,
+    publish,
     task_arguments,
     tokens_of,
+    training,
+    warm_up,
 )
 from benchmarks.evidence_page import (
     PAGE,
@@ -158,6 +165,35 @@ def test_counts_come_from_saved_rollouts(tmp_path: Path) -> None:
     assert tokens_of(tmp_path) == (25, 13)
 
 
+def test_tasks_without_a_run_keep_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (RESULTS.parent, PAGE.parent / "images", OUTPUTS / "word_reversal"):
+        folder.mkdir(parents=True)
+    RESULTS.write_text(json.dumps(asdict(evidence())))
+    PAGE.write_text(f"{START}{STOP}")
+    README.write_text(f"{SUMMARY_START}{SUMMARY_STOP}")
+    publish()
+    assert load(RESULTS) == evidence()
+    usage = Usage(1.0, 2.0, (3.0, 4.0))
+    for part in (warm_up("word_reversal"), base_evaluation("word_reversal"), training("word_reversal", 5)):
+        part.usage_path.write_text(json.dumps(asdict(usage)))
+        saved = part.folder / "rollouts" / "step_0"
+        saved.mkdir(parents=True)
+        (saved / "eval_rollouts.jsonl").write_text(
+            rollout("x", 1.0, 1, "eval") + rollout("y", None, 1, "eval")
+        )
+        (saved / "train_rollouts.jsonl").write_text(rollout("a", 0.5, 3, "sent"))
+        metrics = part.folder / "metrics"
+        metrics.mkdir()
+        (metrics / "eval.jsonl").write_text('{"step": 0, "time": 1.0}\n')
+        (metrics / "orchestrator.jsonl").write_text('{"step": 0, "time": 3.0, "time/batch_s": 2.0}\n')
+    publish()
+    half = Accuracy(1, 2)  # a rollout that failed is not right
+    run = RunResult(5, usage, half, half, 3, 3, [Point(0, 2.0, 0.5, 1)])
+    added = TaskResult("word_reversal", WARM_UP_STEPS["word_reversal"], usage, half, [run])
+    assert load(RESULTS) == Evidence([added, *evidence().tasks], evidence().known_result)
+
+
 def test_what_has_ended_is_not_run_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     part = Part(tmp_path / "run", (sys.executable, "-c", "print('ran')"))
     part.run()
@@ -172,6 +208,21 @@ def test_what_fails_ends_the_queue_and_is_run_again(tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match="ended with 3"):
             part.run()
     assert not part.usage_path.exists()
+
+
+class Interrupted(Part):
+    """A part in whose midst somebody presses Ctrl-C."""
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> tuple[int, Any]:
+        raise KeyboardInterrupt
+
+
+def test_a_queue_that_is_interrupted_ends_after_its_run_has(tmp_path: Path) -> None:
+    script = "import pathlib, sys; pathlib.Path(sys.argv[2]).write_text('ended')"
+    part = Interrupted(tmp_path / "run", (sys.executable, "-c", script))
+    with pytest.raises(SystemExit, match="stopped"):
+        part.run()
+    assert part.folder.read_text() == "ended" and not part.usage_path.exists()
 
 
 def test_an_evaluation_is_interrupted_once_it_has_a_record(tmp_path: Path) -> None:
@@ -216,18 +267,28 @@ def test_configurations_parse() -> None:
     small = parse(RLConfig, [*qwen, "@", "examples/reverse_text_qwen/smollm.toml"], prog="rl").config
     assert large.model.name == "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT" and large.model.lora is None
     assert small.model.lora is not None and small.max_steps == large.max_steps == 20
+    assert [evaluation.num_examples for evaluation in small.orchestrator.eval] == [128]
     for config in (large, small):
         assert (config.orchestrator.batch_size, config.orchestrator.rollouts_per_example) == (128, 16)
         assert [env.id for env in config.orchestrator.env] == ["verifiers:reverse-text"]
 
 
-def test_sentences_to_reverse_and_their_warm_up(tmp_path: Path) -> None:
-    prepare = runpy.run_path("examples/reverse_text_qwen/prepare.py")
-    texts = prepare["sentences"]()
-    assert len(set(texts)) == len(texts) == 9 * 10 * 8 * 8  # each once, so that slices share none
-    prepare["write"](tmp_path / "warmup.jsonl", prepare["warm_up"](texts[:1]))
-    (row,) = map(json.loads, (tmp_path / "warmup.jsonl").read_text().splitlines())
-    assert [message["content"] for message in row["messages"][1:]] == [
-        texts[0],
-        f"<reversed_text>\n{texts[0][::-1]}\n</reversed_text>",
+def test_sentences_to_reverse_and_their_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    (tmp_path / "sft" / "model" / "tokenizer.json").touch()  # a model that is there is kept
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path)])
+    runpy.run_path("examples/reverse_text_qwen/prepare.py", run_name="__main__")
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    warm_up_rows = rows("warmup.jsonl")
+    slices = [
+        [row["messages"][1]["content"] for row in warm_up_rows],
+        *([row["prompt"] for row in rows(f"{name}/train.jsonl")] for name in ("data", "held_out")),
     ]
+    assert [len(texts) for texts in slices] == [1000, 9 * 10 * 8 * 8 - 1128, 128]
+    assert len(set().union(*slices)) == 9 * 10 * 8 * 8  # each sentence is in one of them
+    text = slices[0][0]
+    reply = {"role": "assistant", "content": f"<reversed_text>\n{text[::-1]}\n</reversed_text>"}
+    assert warm_up_rows[0]["messages"][1:] == [{"role": "user", "content": text}, reply]
