@@ -163,10 +163,15 @@ def known_rewards(known: KnownResult) -> Iterator[str]:
     models = (known.base, known.before, known.after)
     yield "| `reverse-text` | texts | SmolLM2-135M-Instruct | after warm-up | after RL |"
     yield "|---|---|---|---|---|"
-    means = ["{:.3f} ({:.3f} – {:.3f})".format(*mean_interval(rewards)) for rewards in models]
+    means = [_mean_text(*mean_interval(rewards)) for rewards in models]
     exact = [str(Accuracy(sum(reward == 1.0 for reward in rewards), len(rewards))) for rewards in models]
     for what, cells in (("mean reward", means), ("exactly reversed", exact)):
         yield f"| {what} | {len(known.after)} | {' | '.join(cells)} |"
+
+
+def _mean_text(middle: float, low: float, high: float) -> str:
+    """Rewards that are all the same say nothing about an interval."""
+    return f"{middle:.3f} ({low:.3f} – {high:.3f})" if low < high else f"{middle:.3f}"
 
 
 def costs(evidence: Evidence) -> Iterator[str]:

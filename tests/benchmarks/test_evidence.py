@@ -105,7 +105,7 @@ def test_the_page_follows_from_the_file(tmp_path: Path) -> None:
     assert "| `needle` | 3 | 3 | 288 | 1,234 | 800 | 10.0 min | 2.5 min | 4.0 → 5.0 |" in lines
     assert "| `reverse-text` | 0 | 3 | 288 | 99 | 66 | 10.0 min | 2.5 min | 4.0 → 5.0 |" in lines
     # Of four rewards a quarter away from their mean: 1.96 · (0.25 · sqrt(4 / 3)) / sqrt(4) on each side.
-    rewards = "0.000 (0.000 – 0.000) | 0.500 (0.217 – 0.783) | 0.750 (0.467 – 1.033)"
+    rewards = "0.000 | 0.500 (0.217 – 0.783) | 0.750 (0.467 – 1.033)"
     assert f"| mean reward | 4 | {rewards} |" in lines
     exact = f"{Accuracy(0, 2)} | {Accuracy(0, 4)} | {Accuracy(2, 4)}"
     assert f"| exactly reversed | 4 | {exact} |" in lines
