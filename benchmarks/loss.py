@@ -10,6 +10,7 @@ from torch import Tensor
 from benchmarks.result import Result, fastest_each_s
 from pellucid.config import DppoLossConfig
 from pellucid.loss import LossInputs, Ratios, dppo_loss
+from pellucid.workers import keep_freed_memory
 
 TOKENS = 32_768
 _CONFIG = DppoLossConfig()
@@ -17,6 +18,7 @@ _CONFIG = DppoLossConfig()
 
 def run() -> list[Result]:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the trainer does
     return [_compare(num_sequences) for num_sequences in (12, 200)]
 
 

@@ -18,7 +18,7 @@ from pellucid.config import (
 )
 from pellucid.config.imports import load_function
 from pellucid.errors import DataError
-from pellucid.loss.record import LossInputs, LossRecord
+from pellucid.loss.record import LossInputs, LossRecord, only
 
 TokenLoss = Callable[[LossInputs], LossRecord]
 
@@ -30,20 +30,22 @@ def dppo_loss(inputs: LossInputs, config: DppoLossConfig) -> LossRecord:
     """DPPO + KL: −keep·(adv_tau·A + teacher_tau·(log teacher − log π))·r + kl_tau·ℓ²; a token is out
     where A > 0 and Δ > dppo_mask_high, or A ≤ 0 and Δ < −dppo_mask_low.
     """
-    delta, advantages, trainable = inputs.ratios.prob_delta, inputs.advantages, inputs.loss_mask
-    too_high = delta > config.dppo_mask_high
-    too_low = delta < -config.dppo_mask_low
-    is_masked = trainable & torch.where(advantages > 0, too_high, too_low)
-    signal = config.adv_tau * advantages + config.teacher_tau * _teacher_gap(inputs)
-    kept = inputs.log_ratio(trainable & ~is_masked)
-    policy_gradient = torch.where(trainable & ~is_masked, signal * kept.exp(), 0.0)
-    token_loss = config.kl_tau * inputs.log_ratio(trainable).square() - policy_gradient
+    delta, advantages, is_gain = inputs.ratios.prob_delta, inputs.advantages, inputs.advantages > 0
+    too_high = inputs.loss_mask & is_gain & (delta > config.dppo_mask_high)
+    too_low = inputs.loss_mask & ~is_gain & (delta < -config.dppo_mask_low)
+    is_masked = too_high | too_low
+    kept = inputs.loss_mask & ~is_masked
+    signal = config.adv_tau * advantages
+    if inputs.teacher_logprobs is not None:
+        signal = signal + config.teacher_tau * _teacher_gap(inputs.teacher_logprobs, inputs.trainer_logprobs)
+    policy_gradient = only(kept, signal * inputs.log_ratio(kept).exp())
+    token_loss = config.kl_tau * inputs.log_ratio().square() - policy_gradient
     return LossRecord(
         token_loss=token_loss,
         ratios=inputs.ratios,
         is_masked=is_masked,
-        is_masked_high=is_masked & (advantages > 0),
-        is_masked_low=is_masked & (advantages < 0),
+        is_masked_high=too_high,
+        is_masked_low=too_low & (advantages < 0),
     )
 
 
@@ -67,7 +69,7 @@ def _clipped(inputs: LossInputs, log_ratio: Tensor, config: PpoClipLossConfig | 
     too_low = inputs.loss_mask & (advantages < 0) & (ratio < 1 - config.clip_low)
     kept = inputs.loss_mask & ~(too_high | too_low)
     token_log_ratio = inputs.log_ratio(kept)
-    moving = torch.where(kept, log_ratio, 0.0) + token_log_ratio - token_log_ratio.detach()
+    moving = only(kept, log_ratio) + token_log_ratio - token_log_ratio.detach()
     bound = torch.where(too_high, 1 + config.clip_high, 1 - config.clip_low)
     surrogate = torch.where(kept, moving.exp(), bound) * advantages
     return _record(inputs, surrogate, config.kl_tau, too_high, too_low)
@@ -91,7 +93,7 @@ def icepop_loss(inputs: LossInputs, config: IcepopLossConfig) -> LossRecord:
     too_high = inputs.loss_mask & (ratio > config.max_ratio)
     too_low = inputs.loss_mask & (ratio < config.min_ratio)
     kept = inputs.loss_mask & ~(too_high | too_low)
-    gain = torch.where(kept, inputs.log_ratio(kept).exp() * inputs.advantages, 0.0)
+    gain = only(kept, inputs.log_ratio(kept).exp() * inputs.advantages)
     return _record(inputs, gain, config.kl_tau, too_high, too_low)
 
 
@@ -105,7 +107,7 @@ def _record(
     """Records the token loss −gain + kl_tau·ℓ² on trainable tokens."""
     penalty = kl_tau * inputs.log_ratio().square()
     return LossRecord(
-        token_loss=penalty - torch.where(inputs.loss_mask, gain, 0.0),
+        token_loss=penalty - only(inputs.loss_mask, gain),
         ratios=inputs.ratios,
         is_masked=None if too_high is None or too_low is None else too_high | too_low,
         is_masked_high=too_high,
@@ -127,15 +129,13 @@ def opd_loss(inputs: LossInputs) -> LossRecord:
 
 def sft_loss(inputs: LossInputs) -> LossRecord:
     """−log π on trainable tokens; ratios and masks have no meaning here."""
-    return LossRecord(torch.where(inputs.loss_mask, -inputs.trainer_logprobs, 0.0), ratios=None)
+    return LossRecord(only(inputs.loss_mask, -inputs.trainer_logprobs), ratios=None)
 
 
-def _teacher_gap(inputs: LossInputs) -> Tensor:
+def _teacher_gap(teacher_logprobs: Tensor, trainer_logprobs: Tensor) -> Tensor:
     """Computes stopgrad(log teacher − log π); 0 where there is no teacher logprob."""
-    if inputs.teacher_logprobs is None:
-        return torch.zeros_like(inputs.inference_logprobs)
-    gap = inputs.teacher_logprobs - inputs.trainer_logprobs.detach()
-    return torch.where(gap.isnan(), 0.0, gap)
+    gap = teacher_logprobs - trainer_logprobs.detach()
+    return gap.masked_fill(gap.isnan(), 0.0)
 
 
 def unknown_loss(inputs: LossInputs) -> LossRecord:

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from pellucid.data.schema import COLUMNS
 from pellucid.loss.functions import RL_LOSSES
-from pellucid.loss.record import LossInputs, LossRecord, Ratios
+from pellucid.loss.record import LossInputs, LossRecord, Ratios, only
 
 _HEAD = """\
 // What each loss makes of a trainable token. Written by `python -m pellucid.loss.script`.
@@ -141,9 +141,7 @@ def _trace(function: Callable[..., LossRecord], settings: Mapping[str, FieldInfo
         """Inputs of a loss whose ℓ, and its mean over a sequence, are columns of the page."""
 
         def log_ratio(self, where: Tensor | None = None) -> Tensor:
-            return torch.where(
-                self.loss_mask if where is None else where, self.ratios.log_importance_ratio, 0.0
-            )
+            return only(self.loss_mask if where is None else where, self.ratios.log_importance_ratio)
 
         def mean_per_sequence(self, values: Tensor) -> Tensor:
             assert values is self.ratios.log_importance_ratio
@@ -177,7 +175,7 @@ def _lines(graph: fx.Graph) -> tuple[list[str], list[str | None]]:
         elif node.op != "output":
             operands, options = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
             expression = _operation(node.target, operands, options)
-            is_new = expression not in known.values()
+            is_new = expression not in ("false", *known.values())
             known[node] = constants.setdefault(expression, f"a{len(constants) + 1}") if is_new else expression
     (columns,) = graph.output_node().args
     lines = [f"const {name} = {expression};" for expression, name in constants.items()]
@@ -190,8 +188,12 @@ def _operation(target: Any, operands: Sequence[Any], options: Mapping[str, Any])
     match target:
         case operator.and_ if "true" in operands:
             return str(rest[0] if first == "true" else first)
+        case operator.invert if first == "true":
+            return "false"
+        case "masked_fill":
+            return str(first) if rest[0] == "false" else f"{rest[0]} ? {rest[1]} : {first}"
         case torch.where:
-            return str(rest[0]) if first == "true" else f"{first} ? {rest[0]} : {rest[1]}"
+            return f"{first} ? {rest[0]} : {rest[1]}"
         case "clamp":
             low, high = (*rest, None, None)[:2]
             low, high = options.get("min", low), options.get("max", high)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+
+from pellucid.model.linear import linear
 
 MAX_LOGITS = 1 << 24
 """Logits that may be in memory at once on a CPU, and that any device keeps for the backward pass."""

@@ -38,29 +38,32 @@ export const LOSSES = {
       {"key": "kl_tau", "low": 0, "high": 0.005, "step": 2.5e-05, "usual": 0.001},
     ],
     decide(p, t) {
-      const a1 = t.prob_delta > p.dppo_mask_high;
-      const a2 = -p.dppo_mask_low;
-      const a3 = t.prob_delta < a2;
-      const a4 = t.advantages > 0;
-      const a5 = a4 ? a1 : a3;
-      const a6 = p.adv_tau * t.advantages;
-      const a7 = t.teacher_logprobs - t.trainer_logprobs;
-      const a8 = Number.isNaN(a7);
-      const a9 = a8 ? 0.0 : a7;
-      const a10 = p.teacher_tau * a9;
-      const a11 = a6 + a10;
-      const a12 = !a5;
-      const a13 = a12 ? t.log_importance_ratio : 0.0;
-      const a14 = Math.exp(a13);
-      const a15 = a11 * a14;
-      const a16 = a12 ? a15 : 0.0;
-      const a17 = t.log_importance_ratio * t.log_importance_ratio;
-      const a18 = p.kl_tau * a17;
-      const a19 = a18 - a16;
-      const a20 = a5 && a4;
-      const a21 = t.advantages < 0;
-      const a22 = a5 && a21;
-      return { loss: a19, masked: a5, high: a20, low: a22 };
+      const a1 = t.advantages > 0;
+      const a2 = t.prob_delta > p.dppo_mask_high;
+      const a3 = a1 && a2;
+      const a4 = !a1;
+      const a5 = -p.dppo_mask_low;
+      const a6 = t.prob_delta < a5;
+      const a7 = a4 && a6;
+      const a8 = a3 || a7;
+      const a9 = !a8;
+      const a10 = p.adv_tau * t.advantages;
+      const a11 = t.teacher_logprobs - t.trainer_logprobs;
+      const a12 = Number.isNaN(a11);
+      const a13 = a12 ? 0.0 : a11;
+      const a14 = p.teacher_tau * a13;
+      const a15 = a10 + a14;
+      const a16 = !a9;
+      const a17 = a16 ? 0.0 : t.log_importance_ratio;
+      const a18 = Math.exp(a17);
+      const a19 = a15 * a18;
+      const a20 = a16 ? 0.0 : a19;
+      const a21 = t.log_importance_ratio * t.log_importance_ratio;
+      const a22 = p.kl_tau * a21;
+      const a23 = a22 - a20;
+      const a24 = t.advantages < 0;
+      const a25 = a7 && a24;
+      return { loss: a23, masked: a8, high: a3, low: a25 };
     },
   },
   ppo_clip: {
@@ -85,17 +88,18 @@ export const LOSSES = {
       const a9 = a6 && a8;
       const a10 = a5 || a9;
       const a11 = !a10;
-      const a12 = a11 ? t.log_importance_ratio : 0.0;
-      const a13 = a12 + a12;
-      const a14 = a13 - a12;
-      const a15 = a5 ? a3 : a7;
-      const a16 = Math.exp(a14);
-      const a17 = a11 ? a16 : a15;
-      const a18 = a17 * t.advantages;
-      const a19 = t.log_importance_ratio * t.log_importance_ratio;
-      const a20 = p.kl_tau * a19;
-      const a21 = a20 - a18;
-      return { loss: a21, masked: a10, high: a5, low: a9 };
+      const a12 = !a11;
+      const a13 = a12 ? 0.0 : t.log_importance_ratio;
+      const a14 = a13 + a13;
+      const a15 = a14 - a13;
+      const a16 = a5 ? a3 : a7;
+      const a17 = Math.exp(a15);
+      const a18 = a11 ? a17 : a16;
+      const a19 = a18 * t.advantages;
+      const a20 = t.log_importance_ratio * t.log_importance_ratio;
+      const a21 = p.kl_tau * a20;
+      const a22 = a21 - a19;
+      return { loss: a22, masked: a10, high: a5, low: a9 };
     },
   },
   cispo: {
@@ -142,18 +146,19 @@ export const LOSSES = {
       const a9 = a6 && a8;
       const a10 = a5 || a9;
       const a11 = !a10;
-      const a12 = a11 ? t.log_importance_ratio : 0.0;
-      const a13 = a11 ? t.sequence_log_ratio : 0.0;
-      const a14 = a13 + a12;
-      const a15 = a14 - a12;
-      const a16 = a5 ? a3 : a7;
-      const a17 = Math.exp(a15);
-      const a18 = a11 ? a17 : a16;
-      const a19 = a18 * t.advantages;
-      const a20 = t.log_importance_ratio * t.log_importance_ratio;
-      const a21 = p.kl_tau * a20;
-      const a22 = a21 - a19;
-      return { loss: a22, masked: a10, high: a5, low: a9 };
+      const a12 = !a11;
+      const a13 = a12 ? 0.0 : t.log_importance_ratio;
+      const a14 = a12 ? 0.0 : t.sequence_log_ratio;
+      const a15 = a14 + a13;
+      const a16 = a15 - a13;
+      const a17 = a5 ? a3 : a7;
+      const a18 = Math.exp(a16);
+      const a19 = a11 ? a18 : a17;
+      const a20 = a19 * t.advantages;
+      const a21 = t.log_importance_ratio * t.log_importance_ratio;
+      const a22 = p.kl_tau * a21;
+      const a23 = a22 - a20;
+      return { loss: a23, masked: a10, high: a5, low: a9 };
     },
   },
   icepop: {
@@ -171,14 +176,15 @@ export const LOSSES = {
       const a2 = t.importance_ratio < p.min_ratio;
       const a3 = a1 || a2;
       const a4 = !a3;
-      const a5 = a4 ? t.log_importance_ratio : 0.0;
-      const a6 = Math.exp(a5);
-      const a7 = a6 * t.advantages;
-      const a8 = a4 ? a7 : 0.0;
-      const a9 = t.log_importance_ratio * t.log_importance_ratio;
-      const a10 = p.kl_tau * a9;
-      const a11 = a10 - a8;
-      return { loss: a11, masked: a3, high: a1, low: a2 };
+      const a5 = !a4;
+      const a6 = a5 ? 0.0 : t.log_importance_ratio;
+      const a7 = Math.exp(a6);
+      const a8 = a7 * t.advantages;
+      const a9 = a5 ? 0.0 : a8;
+      const a10 = t.log_importance_ratio * t.log_importance_ratio;
+      const a11 = p.kl_tau * a10;
+      const a12 = a11 - a9;
+      return { loss: a12, masked: a3, high: a1, low: a2 };
     },
   },
   tis: {
