@@ -305,6 +305,11 @@ def test_an_at_sign_does_not_swallow_a_flag():
         ),
         (["run.toml"], "run.toml: unexpected argument; write @ run.toml to read a file"),
         (
+            ["--trainer.micro-batch-max-tokens", "4096", "--trainer.model.seq-len", "2048"],
+            "trainer.micro_batch_max_tokens = 4096 exceeds trainer.model.seq_len = 2048; "
+            "lower it or raise seq_len",
+        ),
+        (
             ["--trainer.data.fake", "--trainer.micro-batch-max-tokens", "64"],
             "trainer.micro_batch_max_tokens = 64 has no effect on fake data, whose samples are micro batches "
             "of their own; leave it out, and set trainer.data.fake.batch_size",

@@ -499,7 +499,12 @@ class TrainerConfig(Section):
             )
 
     def problems(self) -> Iterator[str]:
-        cap = self.micro_batch_max_tokens
+        cap, seq_len = self.micro_batch_max_tokens, self.model.seq_len
+        if cap is not None and cap > seq_len:
+            yield (
+                f"trainer.micro_batch_max_tokens = {cap} exceeds trainer.model.seq_len = {seq_len}; "
+                "lower it or raise seq_len"
+            )
         if self.data.fake is not None and cap is not None:
             yield (
                 f"trainer.micro_batch_max_tokens = {cap} has no effect on fake data, whose samples are micro "
