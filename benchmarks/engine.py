@@ -12,6 +12,7 @@ Then steps of the engine: the lean forward (`model/policy.py`) against HF's modu
 time of the fastest step counts.
 """
 
+import copy
 import random
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from pellucid.inference.engine import Engine
 from pellucid.inference.kv_cache import PackedDecoder
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, hf_forward
+from pellucid.workers import keep_freed_memory
 
 SLOTS = 64
 CASES = [
@@ -48,14 +50,16 @@ Asked = Sequence[tuple[list[int], int]]
 
 
 def run() -> list[Result]:
+    keep_freed_memory()
     torch.set_num_threads(1)
     return [_compare(*case) for case in CASES] + [_compare_forwards(*case) for case in STEPS]
 
 
 def _compare(model: str, num_requests: int, longest: int, group: int) -> Result:
     with made_policy(model) as policy:
+        theirs = copy.deepcopy(policy)  # the engine changes how its policy multiplies
         asked = draw_requests(policy.vocab_size, num_requests, longest, group)
-        sides = (partial(sample, policy), partial(_generate, policy))
+        sides = (partial(sample, policy), partial(_generate, theirs))
         for side in sides:
             side(asked[:8])
         our_s, their_s = fastest_each_s([partial(side, asked) for side in sides])

@@ -24,9 +24,10 @@ from benchmarks.shapes import MAKERS
 from pellucid.config import ModelConfig
 from pellucid.errors import MissingPackageError
 from pellucid.model import load_policy
+from pellucid.workers import keep_freed_memory
 
 MODEL = "135M"
-CASES = [(64, 24, 1), (64, 24, 8)]
+CASES = [(64, 24, 1), (64, 24, 8), (64, 128, 1)]
 """(requests, longest completion, requests with the same prompt)."""
 
 KINDS = {"vLLM, compiled": False, "vLLM, eager": True}
@@ -38,6 +39,7 @@ def run() -> list[Result]:
         raise MissingPackageError(
             "vllm is not installed here; run `make vllm`, and this by .venv-vllm/bin/python"
         )
+    keep_freed_memory()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         MAKERS[MODEL](Path(folder))
@@ -52,9 +54,9 @@ def run() -> list[Result]:
             ]
             for side in sides:
                 side(asked[:8])
-            our_s, *their_s = fastest_each_s([partial(side, asked) for side in sides])
+            our_s, *their_s = fastest_each_s([partial(side, asked) for side in sides], repeats=3)
             tokens = sum(count for _, count in asked)
-            name = f"engine, {MODEL}, {num_requests} requests" + (
+            name = f"engine, {MODEL}, {num_requests} requests of up to {longest} tokens" + (
                 f" in groups of {group}" if group > 1 else ""
             )
             results += [

@@ -23,6 +23,7 @@ from pellucid.workers import DaemonThreads, num_cores
 
 _FAULTS = """
 import ctypes, resource
+from concurrent.futures import ThreadPoolExecutor
 from pellucid.workers import keep_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -40,16 +41,17 @@ def faults():
 
 as_it_is = faults()
 keep_freed_memory()
-faults()
-print(as_it_is, faults())
+print(as_it_is, min(faults() for _ in range(2)))
+with ThreadPoolExecutor(1) as thread:
+    print(min(thread.submit(faults).result() for _ in range(2)))
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's memory")
 def test_freed_memory_is_used_again_without_asking_the_system_for_its_pages() -> None:
     answer = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
-    as_it_is, kept = map(int, answer.stdout.split())
-    assert kept < 100 < as_it_is  # of 20 · 8 · 1024 pages
+    as_it_is, kept, kept_in_thread = map(int, answer.stdout.split())
+    assert max(kept, kept_in_thread) < 100 < as_it_is  # of 20 · 8 · 1024 pages
 
 
 def test_threads_of_a_pool_work_side_by_side_and_end_with_the_process() -> None:

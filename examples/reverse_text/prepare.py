@@ -15,6 +15,8 @@ from pellucid.model.tiny import make_tiny_model
 
 NUM_EXAMPLES = 4096
 MIN_LETTERS, MAX_LETTERS = 4, 8
+MAX_TOKENS = 8192
+"""Longest sequence that the model may be given; as many are packed into one micro batch."""
 
 
 def write_warmup(path: Path, seed: int) -> None:
@@ -33,7 +35,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and words")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    make_tiny_model(options.folder / "model", seed=options.seed)
+    make_tiny_model(options.folder / "model", seed=options.seed, max_length=MAX_TOKENS)
     write_warmup(options.folder / "warmup.jsonl", seed=options.seed)
     print(f"wrote {options.folder / 'model'} and {options.folder / 'warmup.jsonl'}")
 

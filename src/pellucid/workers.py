@@ -25,7 +25,7 @@ P = ParamSpec("P")
 
 Kind = Literal["threads", "processes"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """File with the CPU time of this container (cgroup v2), as `QUOTA PERIOD` in µs or `max PERIOD`."""
@@ -44,15 +44,17 @@ def num_cores(quota: Path | None = None) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep up to 256 MiB of freed memory, and take blocks below 32 MiB from it.
+    """Has glibc keep up to 256 MiB of freed memory, and take blocks below 32 MiB from it, in any thread.
 
     By itself it gives memory back after every backward pass and asks for it again in the next forward, page
-    by page, which a small model's step notices. With another C library nothing happens.
+    by page, which a small model's step notices. Threads would have memory of their own, without these limits.
+    With another C library nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 class Workers:

@@ -53,7 +53,7 @@ class Engine(SlottedEngine[SequenceRow]):
         record_experts: bool = False,
         record_expert_weights: bool = False,
     ) -> None:
-        """`record_expert_weights`: the weights of experts, too."""
+        """`record_expert_weights`: the weights of experts, too. The policy is the engine's from now on."""
         super().__init__(
             num_slots=num_slots,
             max_length=max_length,
@@ -61,6 +61,7 @@ class Engine(SlottedEngine[SequenceRow]):
             vocab_size=policy.vocab_size,
             decode_text=decode_text,
         )
+        policy.speed_up()
         self._policy = policy
         self._weights = ServedWeights(policy.hf)
         records = record_experts or record_expert_weights

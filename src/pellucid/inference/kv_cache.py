@@ -66,11 +66,11 @@ class Shelf:
         row.shelf, row.index = self, next(gaps, len(self.rows))
         if row.index == len(self.rows):
             self.rows.append(None)
-            self._reserve(len(self.rows))
         self.rows[row.index] = row
 
     def copy(self, index: int, source: "Shelf", source_index: int, length: int) -> None:
         """Copies the first positions of one row into another."""
+        self._reserve()
         self._store[:, :, index, :, :length] = source._store[:, :, source_index, :, :length]
 
     def close_gaps(self) -> None:
@@ -80,21 +80,31 @@ class Shelf:
                 if last is not None:
                     self.copy(index, self, last.index, last.length - 1)
                     self.rows[index], last.index = last, index
-        if not self.rows:
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Makes room for all rows, and for as many again where some have room already: growing is rare.
+
+        What no row needs is freed once there are no rows.
+        """
+        held, needed = self._store.shape[2], len(self.rows)
+        if needed > held:
+            self._resize(min(max(_FIRST_ROWS, needed, 2 * held), self._max_rows))
+        elif not needed and held:
             self._resize(0)
 
-    def _reserve(self, num_rows: int) -> None:
-        """Doubles the rows when there are too few, so that growing is rare."""
-        held = self._store.shape[2]
-        if num_rows > held:
-            self._resize(min(max(_FIRST_ROWS, 2 * held), self._max_rows))
-
     def _resize(self, num_rows: int) -> None:
-        shape = list(self._store.shape)
-        if num_rows != shape[2]:
-            kept = self._store[:, :, :num_rows]
-            shape[2] = num_rows - kept.shape[2]
-            self._store = torch.cat([kept, kept.new_zeros(shape)], dim=2)
+        old = self._store
+        self._store = _zeros((*old.shape[:2], num_rows, *old.shape[3:]), old)
+        num_kept = min(num_rows, old.shape[2])
+        self._store[:, :, :num_kept] = old[:, :, :num_kept]
+
+
+def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Makes zeros; on a CPU, unwritten ones are the system's and take no memory."""
+    if like.device.type != "cpu":
+        return like.new_zeros(*shape)
+    return torch.from_numpy(np.zeros(shape, f"i{like.element_size()}")).view(like.dtype)
 
 
 class KVCache:

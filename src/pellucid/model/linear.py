@@ -1,33 +1,53 @@
-"""Linear layers in float32 on a CPU, by oneDNN: forward, and both products of the backward pass.
+"""Linear layers in float32 by oneDNN, on the CPUs where it is faster: those of AMD with AVX-512.
 
-torch leaves such products to MKL, which uses half of what a CPU of AMD with AVX-512 can do. oneDNN uses all
-of it. It prepares a product for its number of rows, which takes longer than the product itself in a small
-model. So rows of zeros, which change nothing, make numbers of tokens alike:
+torch leaves such products to MKL, which uses half of what these CPUs can do; oneDNN uses all of it. It reads a
+weight as it is stored, so weights that are loaded in place hold for the next call. It prepares a product for
+its number of rows, which takes longer than the product itself in a small model. So where a gradient is
+wanted, rows of zeros, which change nothing, make numbers of tokens alike:
 
     tokens 645 … 704, of whichever micro batch     704 rows
 """
 
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_LEAST = 1 << 23
-"""Multiplications from which on oneDNN is faster: 512 tokens by a weight of 128 × 128."""
+CPU = Path("/proc/cpuinfo")
+"""File in which Linux describes the CPU; other systems have none."""
+
+_LEAST = 1 << 21
+"""Multiplications from which on oneDNN is faster: 64 tokens by a weight of 128 × 256."""
+
+_LEAST_TRAINED = 1 << 23
+"""The same where a gradient is wanted, and shapes are many: 512 tokens by a weight of 128 × 128."""
 
 _ROWS = 64
-"""Numbers of rows are multiples of it."""
+"""Numbers of rows are multiples of it where a gradient is wanted."""
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes x Wᵀ + b; the result differs from torch's own by rounding alone."""
+    is_trained = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
+    is_large = states.numel() * len(weight) >= (_LEAST_TRAINED if is_trained else _LEAST)
     is_wide = states.dtype == weight.dtype == torch.float32 and weight.device.type == "cpu"
-    if not is_wide or states.numel() * len(weight) < _LEAST or not torch.backends.mkldnn.is_available():
+    if not (is_large and is_wide and is_onednn_faster()):
         return functional.linear(states, weight, bias)
+    if not is_trained:
+        return _times(states, weight, bias)
     product: Tensor = _Product.apply(states.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
     return product.view(*states.shape[:-1], len(weight))
+
+
+@cache
+def is_onednn_faster() -> bool:
+    if not torch.backends.mkldnn.is_available() or not CPU.exists():
+        return False
+    about = CPU.read_text()
+    return "AuthenticAMD" in about and "avx512f" in about
 
 
 def speed_up(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ from pellucid.model.balance import ExpertBalance, count_experts, predicting
 from pellucid.model.head import TokenOutput, capped, predict
 from pellucid.model.images import ImageInputs, embed
 from pellucid.model.layout import Layout
+from pellucid.model.linear import speed_up
 from pellucid.model.routing import ExpertReplay
 from pellucid.model.rows import PaddedRows
 
@@ -105,6 +106,11 @@ class Policy(nn.Module):
         """Makes the head predict as `_read_head` does; called again once an adapter has taken its place."""
         head = self.hf.get_output_embeddings()
         head.forward = partial(self._read_head, head.forward)
+
+    def speed_up(self) -> None:
+        """Has the linear layers multiply by the library that is faster on this CPU."""
+        speed_up(self.hf)
+        self.read_through_head()
 
     @property
     def vocab_size(self) -> int:
@@ -486,6 +492,8 @@ class _LeanModel:
     ) -> Tensor:
         states = embedding(token_ids, self._embedding) if embeddings is None else embeddings
         cos, sin = (angle[0, :, None] for angle in self._rotary(states, positions[None]))
+        sin = sin.clone()
+        sin[..., : sin.shape[-1] // 2].neg_()
         for layer in self._layers:
             states = layer(states, cos, sin, plan)
         return self._norm(states)
@@ -541,6 +549,8 @@ def _identity(states: Tensor) -> Tensor:
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions; the two halves of a head are the coordinates of its planes."""
-    first, second = states.chunk(2, dim=-1)
-    return torch.addcmul(states * cos, torch.cat((-second, first), dim=-1), sin)
+    """Applies rotary positions; the two halves of a head are the coordinates of its planes.
+
+    The first half of `sin` is negative: x cos − y sin, y cos + x sin.
+    """
+    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)

@@ -20,7 +20,6 @@ from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
 from pellucid.model import Adapters, Policy, packed_layout
 from pellucid.model.kernels import check_compiler
-from pellucid.model.linear import speed_up
 from pellucid.model.load import check_tokenizer
 from pellucid.model.stored import StoredWeights
 from pellucid.trainer.batches import BatchSource
@@ -73,7 +72,7 @@ def prepare_policy(
     settings, lora = config.trainer, config.model.lora
     check_way(policy, settings.model)
     if ranks.device.type == "cpu" and not settings.model.compile:
-        speed_up(policy.base)
+        policy.speed_up()
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
     if settings.enable_router_replay:
         policy.replay_experts(weights=settings.replay_expert_weights)
