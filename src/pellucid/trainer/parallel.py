@@ -130,6 +130,9 @@ class Ranks:
     device: torch.device = field(default_factory=default_device)
     """Device that this process computes on."""
 
+    keeps_float32: bool = False
+    """Whether weights that are not trained stay in float32 under any `precision`, as `verify` wants them."""
+
     @classmethod
     def alone(cls, config: TrainerConfig, device: torch.device | None = None) -> "Ranks":
         """Returns the place of the only process; `device` is the GPU if there is one, unless it is given."""
@@ -251,6 +254,14 @@ class Ranks:
         if errors:
             raise own_error or errors[0]  # its own has a cause and a traceback, which are not sent
         return cast(T, value)
+
+    def hold(self, policy: Policy) -> None:
+        """Holds weights that are not trained in the dtype to which every forward would cast them."""
+        if self.precision is None or self.keeps_float32:
+            return
+        for weight in policy.parameters():
+            if not weight.requires_grad and weight.is_floating_point():
+                weight.data = weight.data.to(self.precision.param_dtype)
 
     def cast(self, policy: Policy) -> None:
         """Has a model that is not sharded compute in the dtype of `precision`; FSDP casts the others."""
