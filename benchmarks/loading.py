@@ -103,7 +103,7 @@ def make_model(folder: Path, shape: str) -> int:
         for name in names:
             yield block.repeat(-(-weights[name].numel() // len(block)))[: weights[name].numel()]
 
-    where = {}
+    where: dict[str, str] = {}
     for number in range(NUM_FILES):
         file = f"model-{number + 1:05d}-of-{NUM_FILES:05d}.safetensors"
         names = list(weights)[number::NUM_FILES]
@@ -134,10 +134,13 @@ def _measure(folder: Path, way: str, *, turns: bool = False) -> list[dict[str, f
 
 def _load(folder: Path, way: str, turns: bool) -> dict[str, float]:
     """Loads a model as the trainer does; returns the bytes of its peak and its shard, and the seconds."""
-    lora = {"lora": {}} if way == "adapter" else {}
-    precision = {"model": {"precision": "bfloat16"}} if way == "adapter" else {}
+    adapts = way == "adapter"
     config = TrainerRunConfig.model_validate(
-        {"model": {"name": str(folder), **lora}, "trainer": precision, "seq_len": 64}
+        {
+            "model": {"name": str(folder), "lora": {} if adapts else None},
+            "trainer": {"model": {"precision": "bfloat16" if adapts else "float32"}},
+            "seq_len": 64,
+        }
     )
     started = time.monotonic()
     refused = patch.object(parallel, "unread_policy", side_effect=NotByRows("the benchmark asks for it"))
