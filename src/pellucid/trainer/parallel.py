@@ -16,6 +16,7 @@ a step, if every process has the memory for the whole gradient, else after each.
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -259,9 +260,16 @@ class Ranks:
         """Holds weights that are not trained in the dtype to which every forward would cast them."""
         if self.precision is None or self.keeps_float32:
             return
-        for weight in policy.parameters():
-            if not weight.requires_grad and weight.is_floating_point():
-                weight.data = weight.data.to(self.precision.param_dtype)
+        places: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)  # tied ones once
+        for module in policy.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None and not weight.requires_grad and weight.is_floating_point():
+                    places[weight].append((module, name))
+        while places:  # one after the other: each is freed as the next one is cast
+            weight, where = places.popitem()
+            held = nn.Parameter(weight.to(self.precision.param_dtype), requires_grad=False)
+            for module, name in where:
+                module._parameters[name] = held
 
     def cast(self, policy: Policy) -> None:
         """Has a model that is not sharded compute in the dtype of `precision`; FSDP casts the others."""
