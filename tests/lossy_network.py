@@ -1,12 +1,18 @@
 """Hosts in namespaces of their own, joined by a network that delays, loses, repeats and reorders packets.
 
-    host ──tun──> LossyNetwork ──tun──> host          10.77.0.1, 10.77.0.2, …
+    host ──veth──> switch ──veth──> host          10.77.0.1, 10.77.0.2, …
+                    │ ^
+                   tun tun
+                    v │
+                LossyNetwork
 
 - A host has interfaces, ports and mounts of its own; the folders of the other hosts are hidden from it. What
   it runs is started by `warm` in its namespaces, and found again by them.
+- The switch is a namespace, too. It routes what comes from a host into a TUN device, and what comes out of
+  that to the host that it is for: no packet gets from host to host without LossyNetwork.
 - A link between two hosts can be cut: its packets are dropped, or held and delivered late, shuffled, and some
   of them twice.
-- Root is needed, with iproute2 and TUN devices, but nothing of the kernel's traffic control.
+- Root is needed, with iproute2, veth and TUN devices, but nothing of the kernel's traffic control.
 """
 
 import ctypes
@@ -32,41 +38,76 @@ import warm
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 MTU = 1400
-SET_UP = """
-set -e
+HOST = """
 ip link set lo up
-ip tuntap add dev wan mode tun
-ip addr add {address}/24 dev wan
-ip link set wan mtu {mtu} up
 {hide}
+"""
+SWITCH = """
+ip tuntap add dev tun mode tun
+ip link set tun mtu {mtu} up
+ip route add default dev tun table 100
+cd /proc/sys/net/ipv4
+echo 1 > ip_forward
+echo 0 > conf/all/rp_filter
+echo 0 > conf/tun/rp_filter
+"""
+PLUG = """
+ip link add host{number} mtu {mtu} type veth peer name wan mtu {mtu} netns {pid}
+echo 0 > conf/host{number}/rp_filter
+ip addr add 10.77.0.254 peer {address} dev host{number}
+ip link set host{number} up
+ip rule add iif host{number} lookup 100
+nsenter --net=/proc/{pid}/ns/net sh -e -c '
+    ip addr add {address} peer 10.77.0.254 dev wan
+    ip link set wan up
+    ip route add 10.77.0.0/24 via 10.77.0.254
+'
+"""
+STAY = """
 echo ready
 set +e
-read -r end  # by the shell itself: other processes of the host are killed now and then
+read -r end  # by the shell itself: other processes of the namespace are killed now and then
 own=$(readlink /proc/$$/ns/net)
 for process in /proc/[0-9]*; do
     if [ "$(readlink $process/ns/net)" = "$own" ] && [ $process != /proc/$$ ]; then
-        kill -9 ${{process#/proc/}}
+        kill -9 ${process#/proc/}
     fi
 done 2> /dev/null
 """
-"""A host lives until its standard input closes, at the latest with the test; what it runs ends with it."""
+"""Namespaces live until their holder's standard input closes, at the latest with the test; what runs there
+ends with them."""
+
+
+def open_namespaces(what: str, set_up: str) -> subprocess.Popen[str]:
+    """Starts the process that holds namespaces of network and mounts, once `set_up` has run there."""
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--mount", "sh", "-c", f"set -e{set_up}{STAY}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    if holder.stdout.readline() != "ready\n":
+        raise RuntimeError(f"{what} cannot be set up: {holder.communicate()[1].strip()}")
+    return holder
 
 
 def why_not() -> str:
     """Returns why no hosts can be made here; "" if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
-    for program in ("ip", "unshare"):
+    for program in ("ip", "unshare", "nsenter"):
         if shutil.which(program) is None:
             return f"{program} is not installed (iproute2 and util-linux have it)"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "/dev/net/tun cannot be opened"
-    tried = subprocess.run(
-        ["unshare", "--net", "--mount", "ip", "tuntap", "add", "dev", "wan", "mode", "tun"],
-        capture_output=True,
-        text=True,
-    )
-    return f"no namespace with a TUN device can be made: {tried.stderr.strip()}" if tried.returncode else ""
+    try:
+        switch = SWITCH.format(mtu=MTU) + "ip link add host type veth peer name wan"
+        open_namespaces("a namespace with TUN and veth devices", switch).communicate()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 class Host:
@@ -75,37 +116,9 @@ class Host:
     def __init__(self, name: str, number: int, folder: Path, hidden: Collection[Path]) -> None:
         self.name, self.number, self.folder = name, number, folder
         self.address = f"10.77.0.{number}"
-        script = SET_UP.format(
-            address=self.address, mtu=MTU, hide="\n".join(f"mount -t tmpfs none '{path}'" for path in hidden)
-        )
-        self._holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "sh", "-c", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._holder.stdout is not None
-        if self._holder.stdout.readline() != "ready\n":
-            self._holder.kill()
-            self._holder.communicate()
-            raise RuntimeError(f"the host {name} could not be set up")
-        self.namespaces = Path(f"/proc/{self._holder.pid}/ns")
-
-    def open_tun(self) -> int:
-        """Opens the other end of the host's `wan`."""
-        opened: list[int] = []
-
-        def enter() -> None:  # a thread's namespace ends with it
-            with open(self.namespaces / "net") as namespace:
-                assert ctypes.CDLL(None).setns(namespace.fileno(), CLONE_NEWNET) == 0
-            tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH", b"wan", IFF_TUN | IFF_NO_PI))
-            opened.append(tun)
-
-        entering = threading.Thread(target=enter)
-        entering.start()
-        entering.join()
-        return opened[0]
+        hide = "\n".join(f"mount -t tmpfs none '{path}'" for path in hidden)
+        self.holder = open_namespaces(f"the host {name}", HOST.format(hide=hide))
+        self.namespaces = Path(f"/proc/{self.holder.pid}/ns")
 
     def start(self, arguments: list[str], env: Mapping[str, str] | None = None) -> warm.Running:
         env = {**os.environ, **(env or {}), "GLOO_SOCKET_IFNAME": "lo"}
@@ -118,13 +131,13 @@ class Host:
         own = os.readlink(self.namespaces / "net")
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if os.readlink(entry / "ns" / "net") == own and int(entry.name) != self._holder.pid:
+                if os.readlink(entry / "ns" / "net") == own and int(entry.name) != self.holder.pid:
                     os.kill(int(entry.name), number)
 
     def close(self) -> None:
         self.signal(signal.SIGKILL)
-        self._holder.kill()
-        self._holder.communicate()
+        self.holder.kill()
+        self.holder.communicate()
 
 
 @dataclass(frozen=True)
@@ -143,10 +156,16 @@ class LossyNetwork:
 
     def __init__(self, hosts: Collection[Host], weather: Weather, seed: int) -> None:
         self._weather, self._generator = weather, random.Random(seed)
-        self._tuns = {host.number: host.open_tun() for host in hosts}
-        self._on_way: list[tuple[float, int, int, bytes]] = []
-        """Heap of arrival, number, host and packet."""
-        self._cut: dict[frozenset[int], list[tuple[int, bytes]] | None] = {}
+        self._hosts = {host.number for host in hosts}
+        plugs = [
+            PLUG.format(number=host.number, address=host.address, pid=host.holder.pid, mtu=MTU)
+            for host in hosts
+        ]
+        self._switch = open_namespaces("the switch", SWITCH.format(mtu=MTU) + "".join(plugs))
+        self._tun = _open_tun(Path(f"/proc/{self._switch.pid}/ns/net"))
+        self._on_way: list[tuple[float, int, bytes]] = []
+        """Heap of arrival, number and packet."""
+        self._cut: dict[frozenset[int], list[bytes] | None] = {}
         """By link that is cut: the packets that it holds, or None if it drops them."""
         self._changing = threading.Lock()
         self._is_closed = False
@@ -164,31 +183,30 @@ class LossyNetwork:
             held = self._cut.pop(frozenset((one.number, other.number))) or []
             held += [each for each in held if self._generator.random() < 0.1]
             self._generator.shuffle(held)
-            for to, packet in held:
-                self._send(to, packet, self._generator.uniform(0, 1))
+            for packet in held:
+                self._send(packet, self._generator.uniform(0, 1))
             self.counts["late"] += len(held)
 
     def close(self) -> None:
         self._is_closed = True
         self._thread.join()
-        for tun in self._tuns.values():
-            os.close(tun)
+        os.close(self._tun)
+        self._switch.kill()
+        self._switch.communicate()
 
     def _carry(self) -> None:
         poll = select.poll()
-        numbers = {tun: number for number, tun in self._tuns.items()}
-        for tun in numbers:
-            poll.register(tun, select.POLLIN)
+        poll.register(self._tun, select.POLLIN)
         while not self._is_closed:
             wait_s = self._on_way[0][0] - time.monotonic() if self._on_way else 0.05
-            for tun, _ in poll.poll(max(0.0, min(wait_s, 0.05)) * 1000):
+            if poll.poll(max(0.0, min(wait_s, 0.05)) * 1000):
                 with suppress(BlockingIOError):
-                    self._take(numbers[tun], os.read(tun, 1 << 16))
+                    self._take(os.read(self._tun, 1 << 16))
             self._deliver()
 
-    def _take(self, sender: int, packet: bytes) -> None:
-        to = packet[19] if packet[0] >> 4 == 4 else 0
-        if to not in self._tuns or to == sender:
+    def _take(self, packet: bytes) -> None:
+        sender, to = (packet[15], packet[19]) if packet[0] >> 4 == 4 else (0, 0)
+        if not {sender, to} <= self._hosts or to == sender:
             return
         self.counts["sent"] += 1
         weather, draw = self._weather, self._generator.random
@@ -198,7 +216,7 @@ class LossyNetwork:
                 self.counts["cut"] += 1
                 held = self._cut[link]
                 if held is not None and len(held) < 10_000:
-                    held.append((to, packet))
+                    held.append(packet)
                 return
             if draw() < weather.loss:
                 self.counts["lost"] += 1
@@ -207,15 +225,31 @@ class LossyNetwork:
                 is_early = draw() < weather.reordered
                 self.counts["reordered"] += is_early
                 self.counts["delivered"] += 1
-                self._send(to, packet, weather.delay_s * (draw() if is_early else 1))
+                self._send(packet, weather.delay_s * (draw() if is_early else 1))
 
-    def _send(self, to: int, packet: bytes, delay_s: float) -> None:
+    def _send(self, packet: bytes, delay_s: float) -> None:
         self.counts["numbered"] += 1
-        heapq.heappush(self._on_way, (time.monotonic() + delay_s, self.counts["numbered"], to, packet))
+        heapq.heappush(self._on_way, (time.monotonic() + delay_s, self.counts["numbered"], packet))
 
     def _deliver(self) -> None:
         with self._changing:
             while self._on_way and self._on_way[0][0] <= time.monotonic():
-                _, _, to, packet = heapq.heappop(self._on_way)
-                with suppress(OSError):  # its interface takes no more: lost
-                    os.write(self._tuns[to], packet)
+                with suppress(OSError):  # the device takes no more: lost
+                    os.write(self._tun, heapq.heappop(self._on_way)[-1])
+
+
+def _open_tun(network: Path) -> int:
+    """Opens the other end of the switch's device."""
+    opened: list[int] = []
+
+    def enter() -> None:  # a thread's namespace ends with it
+        with network.open() as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), CLONE_NEWNET) == 0
+        tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH", b"tun", IFF_TUN | IFF_NO_PI))
+        opened.append(tun)
+
+    entering = threading.Thread(target=enter)
+    entering.start()
+    entering.join()
+    return opened[0]

@@ -50,6 +50,7 @@ from pellucid.model import stored
 from pellucid.model.load import default_device
 from pellucid.model.policy import Policy
 from pellucid.trainer import build, run_with
+from pellucid.trainer.alarms import local_shard
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.many import Roster
@@ -499,6 +500,31 @@ class Jobs:
         alone, together = ({name: each[name] for name in names} for each in found)
         assert names == [name for name, gradient in found[1].items() if gradient is not None]
         return [difference(alone, together), len(names)]
+
+    def held(self, mesh: dict, model: str) -> list:
+        """Whether logprobs and gradients are those of frozen weights in float32, bit by bit, how many numbers
+        were compared, and the bytes of the frozen weights of each process, in bfloat16 and in float32."""
+        folder = self.folder / "scratch" / f"held_{dist.get_rank()}"
+        weights = self.folder / "models" / model
+        config = adapter_settings(weights, folder, model={**mesh, "precision": "bfloat16"})
+        found, num_bytes = [], []
+        for keeps_float32 in (False, True):
+            ranks = replace(self.ranks(config.trainer), keeps_float32=keeps_float32)
+            run = build_run(config, None, None, [], ranks)
+            frozen = [each for each in run.policy.parameters() if not each.requires_grad]
+            num_bytes.append(sum(local_shard(each).nbytes for each in frozen))
+            batch = run.pack(0, BATCHES["mixed"])
+            logprobs = []
+            for micro_batch in batch.micro_batches:
+                output = run.forward(micro_batch)
+                logprobs.append(output.logprobs.detach())
+                run.loss(micro_batch, output, batch.denominator).loss.backward()
+            own = {name: each.grad for name, each in run.policy.named_parameters() if each.requires_grad}
+            found.append([*logprobs, *(local_shard(each) for each in own.values())])
+            run.close()
+        assert {each.dtype for each in found[0]} == {torch.float32}
+        same = all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        return run.ranks.gather_all([same, sum(each.numel() for each in found[0]), *num_bytes])
 
     def buffers(self, folder: str) -> None:
         """A model with persistent buffers, as several processes publish it and save it."""

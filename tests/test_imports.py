@@ -134,7 +134,7 @@ LIGHT = (
     "cli",
     "launch.rl",
     "launch.sft",
-    "launch.cluster",
+    "launch.render",
     "viewer",
     "checks.ledger",
     "checks.try_environment",

@@ -41,7 +41,7 @@ enter = ["nsenter", f"--net={{host.namespaces}}/net", "sleep", "600"]
 running = subprocess.Popen(enter, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 while os.readlink(f"/proc/{{running.pid}}/ns/net") != os.readlink(host.namespaces / "net"):
     pass
-print(host._holder.pid, running.pid, flush=True)
+print(host.holder.pid, running.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

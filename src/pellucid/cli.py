@@ -74,7 +74,7 @@ COMMANDS: Mapping[str, Command] = {
         reads_run=True,
     ),
     "render": Command(
-        RenderConfig, "pellucid.launch.cluster:run_render", "write the files that start a run on a cluster"
+        RenderConfig, "pellucid.launch.render:run_render", "write the files that start a run on a cluster"
     ),
     "plan": Command(
         PlanConfig, "pellucid.launch.plan:run_plan", "what a run takes on GPUs that need not be here"

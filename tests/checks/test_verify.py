@@ -12,6 +12,7 @@ from pellucid.checks import verify
 from pellucid.checks.verify import agreement, gradients, path, subject
 from pellucid.config import VerifyConfig
 from pellucid.config.orchestrator import EnvConfig
+from pellucid.config.shared import LoraConfig
 from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
 from pellucid.errors import ConfigError
@@ -79,9 +80,11 @@ def in_bfloat16(config):
     return subject.updated(config, trainer={"model": {"precision": "bfloat16"}})
 
 
-def test_the_precision_that_trains_is_held_to_float32(config) -> None:
-    with subject.opened(in_bfloat16(config)) as opened:
-        findings = list(agreement.check_precision(opened))
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_the_precision_that_trains_is_held_to_float32(config, lora) -> None:
+    config = subject.updated(in_bfloat16(config), model={"lora": lora})
+    with subject.opened(config) as opened:
+        findings = [*agreement.check_agreement(opened), *agreement.check_precision(opened)]
         assert opened.run.policy.compute_dtype is None
     assert [finding.what for finding in findings if not finding.passed] == []
     gaps = [finding.value for finding in findings if "gradient" in finding.what]

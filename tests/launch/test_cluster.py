@@ -3,19 +3,20 @@
 import os
 import shlex
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
-import yaml
 
+from manifests import objects
 from pellucid.config import RLConfig
 from pellucid.config.tools import RenderConfig
 from pellucid.errors import ConfigError
-from pellucid.launch.cluster import write_files
+from pellucid.launch.render import write_files
 
-SCHEMA = "1.31"
+ZMQ = {"type": "zmq", "port": 5557}
+OVER_HTTP = {"transport": "http", "port": 5558}
 
 
 def config(folder: Path, scheduler: str, **changes) -> RenderConfig:
@@ -41,7 +42,7 @@ STANDINS = {
     # Drops its own options, and says where the rest is run.
     "srun": 'while [[ $1 == --* ]]; do host=${1#--nodelist=}; shift; done; HOST=$host exec "$@"',
     "pellucid": 'echo "$HOST${CUDA_VISIBLE_DEVICES+ GPU $CUDA_VISIBLE_DEVICES} pellucid $*" >> "$CALLS"; '
-    "[[ $1 != inference ]] || exec sleep 60",
+    '[[ $1 != inference ]] || { echo $$ >> "$CALLS.servers"; exec sleep 600; }',
     # Ends once all servers were started: they are killed then.
     "torchrun": 'echo "$HOST torchrun $*" >> "$CALLS"; '
     'until [[ $(grep -c " pellucid inference" "$CALLS") == $SERVERS ]]; do sleep 0.05; done; '
@@ -75,17 +76,16 @@ def test_slurm_starts_every_part_where_it_belongs(tmp_path) -> None:
     toml, script = write_files(config(tmp_path / "a folder", "slurm"))
     code, calls = submit(script, tmp_path / "bin")
     assert code == 0
-    at = f"@ {toml}"
+    at = f" @ {toml}"
     addresses = '["http://i0:8000", "http://i1:8000", "http://i2:8000"]'
     torchrun = "torchrun --nnodes 2 --node-rank {} --nproc-per-node 8 --master-addr t0 --master-port 29500"
     assert calls == {
         *(
-            f"i{n} pellucid inference {at} --inference.host i{n} --inference.port 8000 "
-            f"--inference.replica {n}"
+            f"i{n} pellucid inference --inference.host i{n} --inference.port 8000 --inference.replica {n}{at}"
             for n in range(3)
         ),
-        f"t0 pellucid orchestrator {at} --inference.servers {addresses}",
-        *(f"t{n} {torchrun.format(n)} -m pellucid.cli trainer {at}" for n in range(2)),
+        f"t0 pellucid orchestrator --inference.servers {addresses}{at}",
+        *(f"t{n} {torchrun.format(n)} -m pellucid.cli trainer{at}" for n in range(2)),
     }
     head = script.read_text().split("\nset ", 1)[0].splitlines()
     assert head == [
@@ -99,9 +99,8 @@ def test_slurm_starts_every_part_where_it_belongs(tmp_path) -> None:
 
 
 def test_weights_are_offered_by_the_first_machine_and_read_by_the_others(tmp_path) -> None:
-    over_http = {"transport": "http", "port": 5558}
     inference = {"backend": "vllm", "vllm": {"tensor_parallel_size": 8}, "key_file": "run.key"}
-    toml, script = write_files(config(tmp_path / "files", "slurm", weights=over_http, inference=inference))
+    toml, script = write_files(config(tmp_path / "files", "slurm", weights=OVER_HTTP, inference=inference))
     assert tomllib.loads(toml.read_text())["weights"]["key_file"] == "run.key"
     code, calls = submit(script, tmp_path / "bin")
     assert code == 0
@@ -113,7 +112,7 @@ def test_weights_are_offered_by_the_first_machine_and_read_by_the_others(tmp_pat
         "t0orchestrator": "t0",
         **{f"t{n}--nnodes": "0.0.0.0" for n in range(2)},
     }
-    _, path = write_files(config(tmp_path / "pods", "kubernetes", weights=over_http))
+    _, path = write_files(config(tmp_path / "pods", "kubernetes", weights=OVER_HTTP))
     specs = {
         name: each["spec"] for (kind, name), each in objects(path).items() if kind in ("StatefulSet", "Job")
     }
@@ -134,6 +133,20 @@ def test_a_part_that_fails_ends_the_job_and_the_servers(tmp_path) -> None:
     _, script = write_files(config(tmp_path / "files", "slurm"))
     code, _ = submit(script, tmp_path / "bin", FAILS="t1")
     assert code == 1
+    servers = [Path(f"/proc/{pid}") for pid in (tmp_path / "bin" / "calls.servers").read_text().split()]
+    assert len(servers) == 3
+    deadline = time.monotonic() + 60
+    while any("sleep" in name_of(server) for server in servers):
+        assert time.monotonic() < deadline, "a server goes on after its job"
+        time.sleep(0.01)
+
+
+def name_of(process: Path) -> str:
+    """Returns "" for a process that has ended, and for one whose end nobody has asked for."""
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def test_a_job_that_is_started_again_goes_on(tmp_path) -> None:
@@ -142,13 +155,6 @@ def test_a_job_that_is_started_again_goes_on(tmp_path) -> None:
     assert f"here pellucid rewind @ {toml}" in calls
     others = [call for call in calls if "rewind" not in call]
     assert len(others) == 6 and all("--resume" in call for call in others)
-
-
-def objects(path: Path) -> dict[tuple[str, str], dict]:
-    found = list(yaml.safe_load_all(path.read_text()))
-    for each in found:
-        kubernetes_validate.validate(each, SCHEMA, strict=True)
-    return {(each["kind"], each["metadata"]["name"]): each for each in found}
 
 
 def test_kubernetes_objects_fit_their_schema_and_each_other(tmp_path) -> None:
@@ -202,7 +208,17 @@ def test_what_is_written_is_the_run(tmp_path) -> None:
         ({"trainer": {"model": {"cp": 3}}}, "trainer.model.cp = 3 does not divide the 16 process"),
         ({"inference": {"servers": ["http://a:1"]}}, "inference.servers is for servers that you start"),
         ({"weights": {"transport": "http"}}, 'weights.port = 0 with weights.transport = "http"'),
-        ({"transport": {"type": "zmq"}}, 'transport.type = "zmq" needs the address of a machine'),
+        ({"transport": ZMQ}, 'transport.type = "zmq" with weights.transport = "filesystem": batches need no'),
+        ({"transport": {"type": "zmq"}, "weights": OVER_HTTP}, "transport.port = 0 with transport.type"),
+        ({"transport": {**ZMQ, "keys": "k"}, "weights": OVER_HTTP}, "transport.keys = 'k': without a shared"),
+        (
+            {"transport": ZMQ, "weights": {**OVER_HTTP, "key_file": "run.key"}},
+            "weights.key_file = 'run.key': without a shared disk",
+        ),
+        (
+            {"transport": ZMQ, "weights": OVER_HTTP, "output_dir": "/scratch/demo"},
+            "output_dir = '/scratch/demo' is on no volume of the pods",
+        ),
         ({"run_id": "9 lives"}, "run_id = '9 lives' cannot name Kubernetes objects"),
     ],
 )
@@ -216,14 +232,14 @@ def test_a_machine_with_more_gpus_than_a_server_needs_has_several_servers(tmp_pa
     toml, script = write_files(config(tmp_path / "files", "slurm", inference=inference))
     code, calls = submit(script, tmp_path / "bin", SERVERS="6")
     assert code == 0
-    at = f"@ {toml}"
+    at = f" @ {toml}"
     assert {call for call in calls if " inference " in call} == {
-        f"i{number // 2} GPU {'4,5,6,7' if number % 2 else '0,1,2,3'} pellucid inference {at} "
-        f"--inference.host i{number // 2} --inference.port {8000 + number % 2} --inference.replica {number}"
+        f"i{number // 2} GPU {'4,5,6,7' if number % 2 else '0,1,2,3'} pellucid inference --inference.host "
+        f"i{number // 2} --inference.port {8000 + number % 2} --inference.replica {number}{at}"
         for number in range(6)
     }
     addresses = ", ".join(f'"http://i{number // 2}:{8000 + number % 2}"' for number in range(6))
-    assert f"t0 pellucid orchestrator {at} --inference.servers [{addresses}]" in calls
+    assert f"t0 pellucid orchestrator --inference.servers [{addresses}]{at}" in calls
 
 
 def test_pods_have_a_server_each_with_its_gpus(tmp_path) -> None:

@@ -144,7 +144,13 @@ def test_one_process_gathers_nothing_and_an_adapter_has_no_other_gradients() -> 
     assert memory.gathered == 0
     assert memory.peak == 16_000 + 2 * 5 * SMALL.layer_activations(4) + 3 * 4 * 30 * 5
     adapted = trainer_memory(replace(SMALL, num_adapter=100), alone)
-    assert (adapted.weights, adapted.gradients, adapted.optimizer) == (4000, 400, 800)
+    assert (adapted.weights, adapted.gradients, adapted.optimizer) == (4400, 400, 800)
+
+
+def test_weights_beside_an_adapter_have_the_dtype_of_the_forward() -> None:
+    adapted = replace(SMALL, num_adapter=100)
+    assert trainer_memory(adapted, FOUR).weights == (2 * 1000 + 4 * 100) // 4
+    assert trainer_memory(adapted, replace(FOUR, compute_bytes=4)).weights == 4 * 1100 // 4
 
 
 def test_traffic_of_a_step() -> None:

@@ -69,6 +69,14 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+HELD_BY_TWO = [
+    ("dp2", "tied", {}),
+    ("dp2", "untied", {"activation_checkpointing": True}),
+    ("cp2", "untied", {"cp": 2}),
+    ("dp2", "moe", {}),
+    ("dp2", "stored twice", {}),
+]
+HELD_BY_FOUR = {"dp2cp2": {"cp": 2}, "hsdp 2×2": {"dp_replicate": 2}, "dp4": {}}
 LOADED = ("tied", "untied", "moe", "bf16", "many files", "convolutions")
 
 
@@ -203,6 +211,7 @@ def two(folder) -> dict:
         "dp2, untied, adapter": ["adapter", {}, "untied"],
         "dp2, head, adapter": ["adapter", {}, "untied", ["lm_head", "v_proj"]],
         "cp2, head, adapter": ["adapter", {"cp": 2}, "untied", ["lm_head", "v_proj"]],
+        **{f"{mesh}, {model}, held": ["held", options, model] for mesh, model, options in HELD_BY_TWO},
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
         "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
         "refused": ["refuse", str(send_for_many(folder / "runs" / "refused", "full")), {}],
@@ -266,6 +275,7 @@ def four(folder, two) -> dict:
         "cp4, one kv head": ["parity", {"cp": 4}, "few_kv_heads", False],
         "hsdp 2×2, untied": ["parity", {"dp_replicate": 2}, "untied", False],
         "dp2cp2, norms": ["clipping", {"cp": 2}],
+        **{f"{mesh}, untied, held": ["held", options, "untied"] for mesh, options in HELD_BY_FOUR.items()},
         **{f"{model}, loading": ["loading", {}, model] for model in LOADED},
         "replicated, loading": ["loading", {"dp_replicate": 2}, "untied"],
         "adapter, loading": ["loading", {"cp": 2}, "moe", True],
@@ -378,6 +388,14 @@ def test_a_head_of_its_own_is_gathered_from_its_forward_to_its_backward_pass(two
 def test_an_adapter_has_the_gradient_of_one_process(two, allowed, mesh, num_adapted) -> None:
     difference, num_parameters = two[f"{mesh}, adapter"]
     assert difference <= allowed.gradient and num_parameters == 2 * num_adapted
+
+
+def test_frozen_weights_in_bfloat16_change_no_bit_in_half_the_memory(two, four) -> None:
+    found = [two[f"{mesh}, {model}, held"] for mesh, model, _ in HELD_BY_TWO]
+    found += [four[f"{mesh}, untied, held"] for mesh in HELD_BY_FOUR]
+    for ranks in found:
+        for is_same, num_numbers, held, in_float32 in ranks:
+            assert is_same and num_numbers > 100 and 2 * held == in_float32
 
 
 def test_persistent_buffers_are_published_and_saved(folder, two) -> None:

@@ -37,7 +37,8 @@ class ModelConfig(Section):
     """Hub name or local folder of a causal language model with its tokenizer."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights of the engine; `auto` is float32 on CPU and bfloat16 on GPU. The trainer keeps float32."""
+    """Weights of the engine; `auto` is float32 on CPU and bfloat16 on GPU. For the trainer's see
+    `trainer.model.precision`."""
 
     lora: LoraConfig | None = None
     """Present: the weights stay frozen, and the run trains and publishes a LoRA adapter."""

@@ -240,8 +240,12 @@ class ClusterConfig(Section):
     """Kubernetes: namespace of all objects; default: that of `kubectl`."""
 
     volume_claim: str = "pellucid"
-    """Kubernetes: the claim of a volume that all pods can write to. It is mounted at `/pellucid`, where all
-    relative paths begin: model, data and run folder."""
+    """Kubernetes: the claim of a volume that all pods can write to; those of the trainer alone, if the parts
+    share no disk. It is mounted at `/pellucid`, where all relative paths begin: model, data, run folder."""
+
+    volume_size: str = "100Gi"
+    """Kubernetes: the volume that the orchestrator and each server claim for themselves if the parts share no
+    disk. A server keeps its books and two versions of the weights there."""
 
     @property
     def num_processes(self) -> int:

@@ -262,8 +262,9 @@ class TrainerModelConfig(Section):
 
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of weights and activations while they are computed with: `auto` is bfloat16 on a GPU and float32
-    on a CPU. Weights, their gradients and the optimizer's state stay in float32. There is no float16, whose
-    gradients underflow, and no fp8; matrix products in float32 are never rounded to TF32."""
+    on a CPU. Weights that are trained, their gradients and the optimizer's state stay in float32; weights
+    beside an adapter are held in this dtype, too. There is no float16, whose gradients underflow, and no fp8;
+    matrix products in float32 are never rounded to TF32."""
 
     reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
     """When processes add up their gradients: `step` once, after the last micro batch, which sends less and

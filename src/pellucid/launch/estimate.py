@@ -126,7 +126,8 @@ class PlannedTrainer:
     micro_batch_tokens: int
     checkpoints_activations: bool
     compute_bytes: int = BFLOAT16
-    """Bytes of a number in forward and backward; weights, gradients' sums and moments are float32."""
+    """Bytes of a number in forward and backward, and of weights beside an adapter; weights that are trained,
+    gradients' sums and moments are float32."""
 
     is_sharded: bool = True
     """False: one process without a process group, which gathers nothing."""
@@ -178,7 +179,8 @@ def trainer_memory(model: ModelSize, trainer: PlannedTrainer) -> TrainerMemory:
     last, needs one more array as large as its shard.
     """
     size, tokens = trainer.compute_bytes, trainer.own_tokens
-    weights = FLOAT32 * model.num_params // trainer.shards
+    held = size if model.num_adapter else FLOAT32  # what is not trained has the dtype of the forward
+    weights = (held * model.num_params + FLOAT32 * model.num_adapter) // trainer.shards
     trained = FLOAT32 * model.num_trained // trainer.shards
     gradients = FLOAT32 * model.num_trained if trainer.reduces_once else trained
     per_layer = model.layer_activations(size) * tokens

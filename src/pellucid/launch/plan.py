@@ -444,7 +444,7 @@ def tables(
         + (f", {estimate.teacher_gpus} teach" if estimate.teacher_gpus else "")
         + (f", {estimate.idle_gpus} idle" if estimate.idle_gpus else "")
     )
-    yield _table("memory of a trainer's GPU, GB", _memory_rows(estimate, source))
+    yield _table("memory of a trainer's GPU, GB", _memory_rows(model, estimate, source))
     yield _table("memory of a server", _server_rows(config, estimate))
     traffic_title = f"traffic of a trainer's GPU in a step of {estimate.micro_batches} micro batches, GB"
     yield _table(traffic_title, _traffic_rows(config, estimate))
@@ -473,13 +473,14 @@ def _gb(num_bytes: float) -> str:
     return f"{num_bytes / _GB:,.2f}"
 
 
-def _memory_rows(estimate: Estimate, source: str) -> list[tuple[str, str, str]]:
-    memory = estimate.memory
+def _memory_rows(model: ModelSize, estimate: Estimate, source: str) -> list[tuple[str, str, str]]:
+    memory, trainer = estimate.memory, estimate.trainer
+    is_half = bool(model.num_adapter) and trainer.compute_bytes < FLOAT32
     traced = estimate.traced_peak is not None
     whole = "float32, whole until the last micro batch"
     rows = [
-        ("weights", _gb(memory.weights), "float32, sharded"),
-        ("gradients", _gb(memory.gradients), whole if estimate.trainer.reduces_once else "float32, sharded"),
+        ("weights", _gb(memory.weights), f"{'bfloat16, the adapter ' if is_half else ''}float32, sharded"),
+        ("gradients", _gb(memory.gradients), whole if trainer.reduces_once else "float32, sharded"),
         ("optimizer", _gb(memory.optimizer), "two moments, float32, sharded"),
         ("activations", _gb(memory.activations), "of a full micro batch"),
         ("gathered", _gb(memory.gathered), "weights and gradients of layers in flight, embedding, head"),

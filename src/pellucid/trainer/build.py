@@ -74,6 +74,7 @@ def prepare_policy(
     if ranks.device.type == "cpu" and not settings.model.compile:
         policy.speed_up()
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
+    ranks.hold(policy)  # after adapters were made, in the dtype that their weights had
     if settings.enable_router_replay:
         policy.replay_experts(weights=settings.replay_expert_weights)
     if settings.model.router_aux_loss_coef:

@@ -16,6 +16,7 @@ a step, if every process has the memory for the whole gradient, else after each.
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -129,6 +130,9 @@ class Ranks:
 
     device: torch.device = field(default_factory=default_device)
     """Device that this process computes on."""
+
+    keeps_float32: bool = False
+    """Whether weights that are not trained stay in float32 under any `precision`, as `verify` wants them."""
 
     @classmethod
     def alone(cls, config: TrainerConfig, device: torch.device | None = None) -> "Ranks":
@@ -251,6 +255,21 @@ class Ranks:
         if errors:
             raise own_error or errors[0]  # its own has a cause and a traceback, which are not sent
         return cast(T, value)
+
+    def hold(self, policy: Policy) -> None:
+        """Holds weights that are not trained in the dtype to which every forward would cast them."""
+        if self.precision is None or self.keeps_float32:
+            return
+        places: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)  # tied ones once
+        for module in policy.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None and not weight.requires_grad and weight.is_floating_point():
+                    places[weight].append((module, name))
+        while places:  # one after the other: each is freed as the next one is cast
+            weight, where = places.popitem()
+            held = nn.Parameter(weight.to(self.precision.param_dtype), requires_grad=False)
+            for module, name in where:
+                module._parameters[name] = held
 
     def cast(self, policy: Policy) -> None:
         """Has a model that is not sharded compute in the dtype of `precision`; FSDP casts the others."""

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -167,7 +167,8 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
             config = updated(config, model={"name": str(folder / "demo")})
         tokenizer = load_tokenizer(config.model.name)
         prompts = _prompts(config, tokenizer)
-        run = build_quiet_run(config, folder, Ranks.alone(config.trainer))
+        ranks = replace(Ranks.alone(config.trainer), keeps_float32=True)
+        run = build_quiet_run(config, folder, ranks)
         run.policy.compute_dtype = None  # float32, which `check_precision` alone leaves
         longest = max(map(len, prompts)) + MAX_TOKENS
         served = load_policy(config.model, max_length=max(longest, config.trainer.model.seq_len))
