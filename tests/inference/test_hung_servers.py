@@ -444,7 +444,7 @@ def test_a_full_server_is_asked_again_when_it_said_and_that_is_no_failure(tmp_pa
         async with pool_of(url) as pool:
             server.stick()
             held = [
-                asyncio.create_task(other.generate([5], SamplingParams(max_tokens=2), Account(), f"o{n}"))
+                asyncio.ensure_future(other.generate([5], SamplingParams(max_tokens=2), Account(), f"o{n}"))
                 for n in range(2)
             ]
             await until(lambda: server.thread._num_open == 2)

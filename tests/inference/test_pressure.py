@@ -132,8 +132,8 @@ def test_an_answer_takes_room_until_it_is_read(tiny_model, tmp_path) -> None:
                     await asyncio.sleep(0.001)
                 with pytest.raises(QueueFullError, match="1 more requests do not fit: 2 of 2 are open"):
                     await anext(thread.generate(asked))
-            num_read = len([event async for event in slow])
-            return num_read, [event async for event in thread.generate(asked)]
+            num_read = sum([len(events) async for events in slow])
+            return num_read, [event async for events in thread.generate(asked) for event in events]
 
     thread.start()
     try:
@@ -160,7 +160,7 @@ def test_every_route_refuses_what_it_cannot_read(serving, path) -> None:
 
 
 def test_a_completion_that_is_never_read_counts_as_cancelled(tiny_model, tmp_path) -> None:
-    """The engine is done with both when the reader leaves: one was delivered, the other to nobody."""
+    """The engine is done with both when the reader leaves: one was delivered, the later one to nobody."""
     engine = Engine(load_policy(ModelConfig(name=str(tiny_model))), num_slots=2, max_length=64, max_queued=2)
     books = tmp_path / "inference.jsonl"
     thread = EngineThread(
@@ -169,7 +169,7 @@ def test_a_completion_that_is_never_read_counts_as_cancelled(tiny_model, tmp_pat
         JsonlSink(tmp_path / "metrics.jsonl"),
         on_failure=lambda error: None,
     )
-    asked = [GenerateRequest([5, 6], SamplingParams(max_tokens=2), Account("run", "env"))] * 2
+    asked = [GenerateRequest([5, 6], SamplingParams(max_tokens=n), Account("run", "env")) for n in (2, 5)]
 
     async def run():
         async with aclosing(thread.generate(asked)) as reader:
@@ -183,7 +183,7 @@ def test_a_completion_that_is_never_read_counts_as_cancelled(tiny_model, tmp_pat
     finally:
         thread.stop()
     (total,) = sum_entries(read_journal(books))
-    assert total.counts == {"sampled": 4, "delivered": 2, "cancelled": 2}
+    assert total.counts == {"sampled": 7, "delivered": 2, "cancelled": 5}
 
 
 def test_a_long_prompt_of_a_large_group_fits_a_body(serving, monkeypatch) -> None:
@@ -215,9 +215,16 @@ def test_a_member_may_bring_a_prompt_of_its_own_and_needs_one(serving) -> None:
             for prompt in ([5, 6], [9, 9, 9])
         ]
         without = client.post("/inference/v1/generate_many", json={"requests": [short]})
+        again = [{**short, "token_ids": [9, 9, 9]}, short, {**short, "token_ids": [5, 6]}, short]
+        repeated = client.post("/inference/v1/generate_many", json={"requests": again})
     lines = sorted((json.loads(line) for line in mixed.text.splitlines()), key=lambda line: line["index"])
     assert [line["completion"]["token_ids"] for line in lines] == [each["token_ids"] for each in alone]
     assert json.loads(without.text)["error"] == "the prompt is empty; send at least one token"
+    answers = {
+        each["index"]: each["completion"]["token_ids"] for each in map(json.loads, repeated.iter_lines())
+    }
+    own, other = (each["token_ids"] for each in alone)
+    assert answers == {0: other, 1: other, 2: own, 3: own}  # without a common prompt, that of the one before
 
 
 class CountingPrompt(list[int]):

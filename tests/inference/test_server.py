@@ -15,12 +15,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from engine_server import JSON, KEY, journal_counts, listening
 from pellucid.config import ModelConfig
 from pellucid.data import Completion, PackedArray
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, GenerateManyLine, SamplingParams
+from pellucid.inference.client import (
+    Account,
+    GenerateManyLine,
+    GenerateManyRequest,
+    GenerateRequest,
+    SamplingParams,
+)
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.metrics import read_metrics
 from pellucid.model import PackedAttention, load_policy, packed_layout
@@ -44,6 +53,10 @@ def connected(url):
             yield runner, client
         finally:
             runner.run(client.close())
+
+
+async def sample(client, *asked) -> Completion:
+    return await client.generate(*asked)
 
 
 def ledger_of(tmp_path):
@@ -102,7 +115,7 @@ def test_the_version_that_is_served_already_is_not_loaded_again(serving, tiny_mo
     with serving() as (url, _), connected(url) as (runner, client):
         folder, _ = published(tiny_model, tmp_path, 7)
         runner.run(client.update_weights(7, folder))
-        runner.run(client.generate([5, 6], SamplingParams(max_tokens=3), ENV, "r1"))
+        runner.run(sample(client, [5, 6], SamplingParams(max_tokens=3), ENV, "r1"))
         shutil.rmtree(folder)
         runner.run(client.update_weights(7, folder))
         assert runner.run(client.health()).policy_version == 7
@@ -155,7 +168,7 @@ def test_every_answer_tells_which_process_gave_it(serving, tmp_path) -> None:
     with serving() as (url, _), connected(url) as (runner, client):
         first = runner.run(client.health()).server_id
         client.server_id = ""
-        runner.run(client.generate([5, 6], SamplingParams(max_tokens=3), ENV, "r1"))
+        runner.run(sample(client, [5, 6], SamplingParams(max_tokens=3), ENV, "r1"))
         assert client.server_id == first != ""
         assert httpx.get(f"{url}/nowhere").headers["x-pellucid-server-id"] == first
     (tmp_path / "inference.jsonl").unlink()
@@ -194,7 +207,7 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones_serving(
     with serving() as (url, _), connected(url) as (runner, client):
 
         def greedy():
-            return runner.run(client.generate([5, 6], SamplingParams(0.0, max_tokens=8), ENV, "r1"))
+            return runner.run(sample(client, [5, 6], SamplingParams(0.0, max_tokens=8), ENV, "r1"))
 
         before = greedy()
         with pytest.raises(InferenceError, match=f"400: .*step_1.*{reason}"):
@@ -318,7 +331,7 @@ def greedy_ids(policy, prompt_ids, num_tokens):
 def test_temperature_zero_takes_the_likeliest_token_on_every_route(serving, stream) -> None:
     options = {"temperature": 0, "max_tokens": 8, "return_token_ids": True, "stream": stream}
     with serving() as (url, policy), connected(url) as (runner, client):
-        sampled = runner.run(client.generate([5, 6, 7], SamplingParams(0.0, max_tokens=8), ENV, "r1"))
+        sampled = runner.run(sample(client, [5, 6, 7], SamplingParams(0.0, max_tokens=8), ENV, "r1"))
         assert sampled.token_ids == greedy_ids(policy, [5, 6, 7], 8)
         # There is no distribution at temperature 0; logprobs are those of the model as it is.
         ids = torch.tensor([5, 6, 7, *sampled.token_ids])
@@ -395,6 +408,31 @@ def test_calls_that_travel_together_are_answered_one_by_one(serving, tmp_path) -
     assert cut.finish_reason == "abort"
     counts = ledger_of(tmp_path)
     assert counts["sampled"] == counts["delivered"] == 24 + len(cut.token_ids)
+
+
+def test_calls_of_one_turn_share_a_request_and_each_prompt_is_sent_once() -> None:
+    """Two groups of two go together; a prompt of 200,000 tokens, more than fits with others, goes alone."""
+    bodies: list[list[GenerateRequest]] = []
+
+    async def answer(http: HttpRequest) -> Response:
+        body = msgspec.json.decode(await http.body(), type=GenerateManyRequest)
+        bodies.append(body.requests)
+        said = [Completion([len(each.token_ids)], [-0.5], [(0, 1)], "stop") for each in body.members()]
+        lines = [msgspec.json.encode(GenerateManyLine(index, each)) for index, each in enumerate(said)]
+        return Response(b"\n".join(lines) + b"\n")
+
+    app = Starlette(routes=[Route("/inference/v1/generate_many", answer, methods=["POST"])])
+    prompts = [[5] * 3, [6] * 4, [7] * 200_000]
+    with listening(app) as url, connected(url) as (runner, client):
+
+        async def run():
+            members = enumerate(prompts + prompts)
+            calls = [client.generate(each, SamplingParams(), ENV, f"r{i}") for i, each in members]
+            return [completion.token_ids for completion in await asyncio.gather(*calls)]
+
+        assert runner.run(run()) == [[3], [4], [200_000]] * 2
+    sent = [[(each.request_id, len(each.token_ids)) for each in body] for body in bodies]
+    assert sorted(sent) == [[("r0", 3), ("r3", 0), ("r1", 4), ("r4", 0)], [("r2", 200_000), ("r5", 0)]]
 
 
 def test_greedy_takes_the_likeliest_token_beside_requests_that_sample(serving) -> None:

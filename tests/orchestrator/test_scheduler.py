@@ -118,6 +118,24 @@ def test_capacity_dispatches_a_group_one_by_one() -> None:
     assert [dispatch.rollout_id for dispatch in dispatch_all(scheduler)] == ["g1-r1"]
 
 
+def test_groups_that_end_together_are_judged_together() -> None:
+    """What becomes of them is what would have become of each alone; a failed rollout is not judged."""
+    judged: list[list[str]] = []
+
+    def judge(rollouts):
+        judged.append([rollout.rollout_id for rollout in rollouts])
+        return by_reward(rollouts)
+
+    scheduler = make(judge)
+    a, b, c, d, *_ = dispatch_all(scheduler)
+    fates = {"reward": 0.0}, {"error": "ValueError: no"}, {"reward": 0.0}, {"reward": 1.0}
+    order = (c, fates[0]), (a, fates[2]), (b, fates[1]), (d, fates[3])
+    scheduler.finish(*(come_back(dispatch, **fate) for dispatch, fate in order))
+    assert judged == [["g0-r0", "g1-r0", "g1-r1"]]
+    assert outcomes(scheduler) == [[("g0-r1", "failed_rollout"), ("g0-r0", "zero_advantage")]]
+    assert scheduler.num_ready == 1 and scheduler.is_open("g2") and not scheduler.is_open("g1")
+
+
 def test_a_failed_rollout_is_scrapped_alone() -> None:
     scheduler = make(batch_size=1)
     a, b, *_ = dispatch_all(scheduler)

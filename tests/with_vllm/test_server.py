@@ -112,8 +112,8 @@ async def running_requests_go_on(client, model, tmp_path) -> None:
     folder = weights_folder(tmp_path, 4)
     folder.mkdir()
     write_version(changed(model, 0.02).hf, folder)
-    running = asyncio.create_task(client.generate([7] * 5, SamplingParams(max_tokens=250), ENV, "long"))
-    cut = asyncio.create_task(client.generate([8] * 5, SamplingParams(max_tokens=250), ENV, "cut"))
+    running = asyncio.ensure_future(client.generate([7] * 5, SamplingParams(max_tokens=250), ENV, "long"))
+    cut = asyncio.ensure_future(client.generate([8] * 5, SamplingParams(max_tokens=250), ENV, "cut"))
     while (await client.health()).running < 2:
         await asyncio.sleep(0.005)
     await client.update_weights(4, folder)
@@ -191,7 +191,7 @@ def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_pat
             for version in (1, 2):
                 policy, folder = publish(version)
                 asked = SamplingParams(max_tokens=250)
-                running = asyncio.create_task(client.generate([7] * 5, asked, ENV, f"long {version}"))
+                running = asyncio.ensure_future(client.generate([7] * 5, asked, ENV, f"long {version}"))
                 while not (await client.health()).running:
                     await asyncio.sleep(0.005)
                 await client.update_weights(version, folder)

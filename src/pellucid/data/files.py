@@ -210,9 +210,10 @@ def _disk_error(error: BaseException) -> int | None:
 def step_folders(parent: Path) -> dict[int, Path]:
     """Finds every folder `step_N` below `parent`, by N, finished or not."""
     found = {}
-    for folder in parent.glob("step_*") if parent.is_dir() else ():
-        if (step := step_number(folder.name)) is not None and folder.is_dir():
-            found[step] = folder
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(parent) as entries:
+        for entry in entries:
+            if (step := step_number(entry.name)) is not None and entry.is_dir():
+                found[step] = parent / entry.name
     return found
 
 

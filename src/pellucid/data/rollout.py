@@ -1,6 +1,7 @@
 """Results of sampling: completions, turns, rollouts. Token ids are kept exactly as sampled."""
 
 import zlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -165,7 +166,8 @@ class TokenLine:
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
         self.ids.extend(_as_ids(token_ids))
-        self.logprobs.extend(np.array(logprobs, np.float32))
+        if logprobs:
+            self.logprobs.extend(np.array(logprobs, np.float32))
 
 
 class BlockLine:
@@ -178,14 +180,15 @@ class BlockLine:
 
     def __init__(self) -> None:
         self.roles: list[str] = []
-        self.bounds = _Growing(np.int64)
+        self.bounds = array("q")
 
     def extend(self, spans: Sequence[RoleSpan]) -> None:
-        self.roles += [role for role, _, _ in spans]
-        self.bounds.extend(np.array([bound for _, *bounds in spans for bound in bounds], np.int64))
+        for role, start, stop in spans:
+            self.roles.append(role)
+            self.bounds.extend((start, stop))
 
     def spans(self, num_blocks: int) -> list[RoleSpan]:
-        bounds = iter(self.bounds.view(0, 2 * num_blocks).tolist())
+        bounds = iter(self.bounds[: 2 * num_blocks])
         return list(zip(self.roles[:num_blocks], bounds, bounds, strict=True))
 
 

@@ -27,6 +27,7 @@ from pellucid.data.schema import COLUMNS, Axis, Column, Encoding
 from pellucid.errors import ColumnError, DataError
 
 _REQUIRED = [name for name, column in COLUMNS.items() if column.required]
+_NUMBERS = frozenset(name for name, column in COLUMNS.items() if column.is_number)
 _MASKS = [name for name, column in COLUMNS.items() if column.encoding is Encoding.SPANS]
 
 
@@ -163,7 +164,7 @@ def _fits(array: NDArray[Any], dtype: type) -> bool:
 
 def _check_value(name: str, value: Any) -> None:
     column, kind = COLUMNS[name], type(value)
-    if kind is column.dtype or (kind in (float, int) and column.is_number):
+    if kind is column.dtype or (kind in (float, int) and name in _NUMBERS):
         return  # nearly always
     holds = Real if column.is_number else column.dtype
     if isinstance(holds, type) and isinstance(value, holds):

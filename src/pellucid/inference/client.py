@@ -4,7 +4,7 @@ Token ids in, token ids out: the client never tokenizes, so what trains is exact
 clients of the embedded engine, vLLM and the fake implement the protocol.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -62,9 +62,9 @@ class InferenceClient(Protocol):
     async def watch(self) -> None:
         """Never returns; raises once it is certain that nothing will be served any more."""
 
-    async def generate(
+    def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
-    ) -> Completion:
+    ) -> Awaitable[Completion]:
         """Samples one completion. Raises InferenceError with the server's reason.
 
         A prompt with images is an `ImagePrompt`. `request_id` is the caller's own name for the request,
@@ -123,7 +123,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """`POST /inference/v1/generate`, or one of the requests of a `GenerateManyRequest`."""
 
     token_ids: list[int] = []
-    """The prompt; default: the common one of a `GenerateManyRequest`."""
+    """The prompt; default: see `GenerateManyRequest`."""
 
     sampling_params: SamplingParams = SamplingParams()
     account: Account = Account()
@@ -189,23 +189,31 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateManyRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`POST /inference/v1/generate_many`: answered with one line of JSON per request, as each ends."""
+    """`POST /inference/v1/generate_many`: answered with one line of JSON per request, as each ends.
+
+    A prompt is sent once, with the first request that has it, so that a body does not grow with prompt ×
+    group: a request without one has the common one, or, where there is none, that of the request before it.
+    """
 
     requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
     token_ids: list[int] = []
-    """The common prompt, sent once: a group with a long one would exceed the limit of a body otherwise."""
+    """The common prompt."""
 
     mm_tensors: bytes = b""
     """Tensors of the images of the common prompt."""
 
     def members(self) -> list[GenerateRequest]:
-        """Each request with its prompt; those with the common one share it in memory, too."""
-        return [
-            each
-            if each.token_ids
-            else msgspec.structs.replace(each, token_ids=self.token_ids, mm_tensors=self.mm_tensors)
-            for each in self.requests
-        ]
+        """Each request with its prompt; those with the same one share it in memory, too."""
+        members = []
+        token_ids, mm_tensors = self.token_ids, self.mm_tensors
+        for each in self.requests:
+            if each.token_ids:
+                members.append(each)
+                if not self.token_ids:
+                    token_ids, mm_tensors = each.token_ids, each.mm_tensors
+            else:
+                members.append(msgspec.structs.replace(each, token_ids=token_ids, mm_tensors=mm_tensors))
+        return members
 
 
 class GenerateManyLine(msgspec.Struct, frozen=True, omit_defaults=True):

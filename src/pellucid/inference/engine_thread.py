@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
@@ -90,18 +90,21 @@ class EngineThread:
 
     async def generate(
         self, asked: Sequence[GenerateRequest], *, tokens: bool = False
-    ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields why requests are refused, then one completion per other request, as each ends.
+    ) -> AsyncGenerator[list[StreamEvent], None]:
+        """Yields why requests are refused, then one completion per other request, as each ends: together
+        what a step of the engine gave.
 
         Either all of the others are queued or none. With `tokens`, it also yields each token as it is
         sampled. Closing the generator frees the slots of running requests; completions that it has not
         yielded by then count as cancelled.
         """
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        told: deque[StreamEvent] = deque()
 
         def tell(index: int, event: tuple[int, float] | Completion) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, (index, event))
+            told.append((index, event))
+            if len(told) == 1:  # otherwise the reader is awake, and takes all that is there
+                loop.call_soon_threadsafe(news.set)
 
         refused = self._engine.refusals(asked)
         unread: dict[int, Request] = {}
@@ -133,13 +136,19 @@ class EngineThread:
         with self._opening(len(unread)):
             try:
                 await self._call(submit)
-                for index, reason in refused.items():
-                    yield index, reason
+                if refused:
+                    yield list(refused.items())
                 while unread:
-                    index, event = await events.get()
-                    if isinstance(event, Completion):
-                        del unread[index]
-                    yield index, event
+                    await news.wait()
+                    news.clear()
+                    together: list[StreamEvent] = []
+                    while told:
+                        index, event = told.popleft()
+                        together.append((index, event))
+                        if isinstance(event, Completion):
+                            del unread[index]
+                    if together:
+                        yield together
             finally:
                 self._commands.put(abandon)
 
@@ -147,11 +156,12 @@ class EngineThread:
         """Returns the completion of each request; raises InferenceError if one is refused."""
         found = {}
         async with aclosing(self.generate(asked)) as events:
-            async for index, event in events:
-                if isinstance(event, InferenceError):
-                    raise event
-                if isinstance(event, Completion):
-                    found[index] = event
+            async for together in events:
+                for index, event in together:
+                    if isinstance(event, InferenceError):
+                        raise event
+                    if isinstance(event, Completion):
+                        found[index] = event
         return [found[index] for index in range(len(asked))]
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:

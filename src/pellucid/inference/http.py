@@ -35,6 +35,9 @@ from pellucid.ledger import link_of
 
 _READY_S = 600.0
 _MAX_LINE_BYTES = 64 * 1024 * 1024
+_POST_BYTES = 1 << 20
+"""Bytes of prompts that are sent together; a longer prompt goes alone."""
+_BYTES_PER_ID = 8
 
 
 class _UnknownPathError(InferenceError):
@@ -43,15 +46,13 @@ class _UnknownPathError(InferenceError):
 
 @dataclass(slots=True)
 class _Call:
-    prompt: tuple[tuple[int, ...], bytes]
-    """Token ids, and tensors of the images."""
-
+    prompt_ids: Sequence[int]
     request: GenerateRequest
     answer: "asyncio.Future[Completion]"
     post: "asyncio.Task[None] | None" = None
-    """The task that asks for this call and the others in `group`."""
+    """The task that asks for this call and for `others`."""
 
-    group: Sequence["_Call"] = ()
+    others: Sequence["_Call"] = ()
 
     def take(self, line: GenerateManyLine, server_id: str) -> None:
         if self.answer.done():
@@ -61,6 +62,11 @@ class _Call:
         else:
             link = link_of(server_id, self.request.account.client)
             self.answer.set_result(msgspec.structs.replace(line.completion, link=link))
+
+    def stop_post(self, answer: "asyncio.Future[Completion]") -> None:
+        """Ends the post if this call was cancelled, and no other waits for its answer."""
+        if answer.cancelled() and self.post is not None and all(each.answer.done() for each in self.others):
+            self.post.cancel()
 
 
 class HttpInferenceClient:
@@ -111,47 +117,52 @@ class HttpInferenceClient:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UnreachableError(f"{self._base_url} is no inference server of ours: {error}") from error
 
-    async def generate(
+    def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
-    ) -> Completion:
+    ) -> "asyncio.Future[Completion]":
+        if not prompt_ids:
+            raise InferenceError("the prompt is empty; send at least one token")
         account = msgspec.structs.replace(account, client=self._process)
         request = GenerateRequest([], params, account, request_id)
         loop = asyncio.get_running_loop()
         if not self._gathering:
             loop.call_soon(self._post_gathered)
-        call = _Call((tuple(prompt_ids), tensors_of(prompt_ids)), request, loop.create_future())
+        call = _Call(prompt_ids, request, loop.create_future())
+        call.answer.add_done_callback(call.stop_post)
         self._gathering.append(call)
-        try:
-            return await call.answer
-        except asyncio.CancelledError:
-            if call.post is not None and all(other.answer.done() for other in call.group):
-                call.post.cancel()
-            raise
+        return call.answer
 
     def _post_gathered(self) -> None:
-        """Sends one HTTP request for all calls with one prompt, a group's, of a turn of the event loop.
+        """Sends one HTTP request for all calls of a turn of the event loop; several if prompts are long.
 
-        The prompt is sent once, so that a body does not grow with prompt × group.
+        Calls with one prompt, a group's, go together.
         """
-        by_prompt: dict[tuple[tuple[int, ...], bytes], list[_Call]] = {}
+        by_prompt: dict[int, list[_Call]] = {}
         for call in self._gathering:
-            by_prompt.setdefault(call.prompt, []).append(call)
+            by_prompt.setdefault(id(call.prompt_ids), []).append(call)
         self._gathering = []
+        posts: list[list[_Call]] = []
+        room = 0
         for calls in by_prompt.values():
+            num_bytes = _BYTES_PER_ID * len(calls[0].prompt_ids) + len(tensors_of(calls[0].prompt_ids))
+            if num_bytes > room:
+                posts.append([])
+                room = _POST_BYTES
+            posts[-1] += calls
+            room -= num_bytes
+        for calls in posts:
             post = asyncio.create_task(self._post(calls))
             self._posts.add(post)
             post.add_done_callback(self._posts.discard)
             for call in calls:
-                call.post, call.group = post, calls
+                call.post, call.others = post, calls
 
     async def _post(self, calls: Sequence["_Call"]) -> None:
         """Answers the calls line by line; an error becomes the answer of the calls that have none yet."""
         reason: Exception = UnreachableError(f"{self._base_url} ended the answer too early")
         try:
             url = f"{self._base_url}/inference/v1/generate_many"
-            requests = [call.request for call in calls]
-            token_ids, mm_tensors = calls[0].prompt
-            body = msgspec.json.encode(GenerateManyRequest(requests, list(token_ids), mm_tensors))
+            body = msgspec.json.encode(GenerateManyRequest(_with_prompts(calls)))
             async with self._session.post(url, data=body) as response:
                 server_id = self._note_server(response)
                 if response.status != 200:
@@ -227,6 +238,18 @@ class HttpInferenceClient:
     def _note_server(self, response: aiohttp.ClientResponse) -> str:
         self.server_id = response.headers.get(SERVER_ID_HEADER, self.server_id)
         return self.server_id
+
+
+def _with_prompts(calls: Sequence[_Call]) -> list[GenerateRequest]:
+    """Returns the requests of these calls, of which the first with a prompt has it."""
+    return [
+        call.request
+        if before is not None and before.prompt_ids is call.prompt_ids
+        else msgspec.structs.replace(
+            call.request, token_ids=list(call.prompt_ids), mm_tensors=tensors_of(call.prompt_ids)
+        )
+        for before, call in zip([None, *calls], calls, strict=False)
+    ]
 
 
 def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> InferenceError:

@@ -434,14 +434,14 @@ class OpenAIAnswer:
             **self._extras(),
         }
 
-    async def lines(self, events: AsyncGenerator[StreamEvent, None]) -> AsyncGenerator[bytes, None]:
+    async def lines(self, events: AsyncGenerator[list[StreamEvent], None]) -> AsyncGenerator[bytes, None]:
         """Yields server-sent events, one per chunk."""
         request = self.request
         texts = [TextStream(self._served.decode, request.stop_strings()) for _ in range(request.n)]
         begun: set[int] = set()
         num_sampled = 0
         async with aclosing(events):
-            async for index, event in events:
+            async for index, event in (each async for together in events for each in together):
                 if isinstance(event, InferenceError):
                     raise event
                 if isinstance(event, Completion):

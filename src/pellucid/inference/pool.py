@@ -31,7 +31,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -161,10 +161,10 @@ class ServerPool:
     ) -> Completion:
         oldest = num_examined = 0
 
-        async def ask(server: PooledServer, wire_id: str) -> Completion:
+        def ask(server: PooledServer, wire_id: str) -> Awaitable[Completion]:
             nonlocal oldest, num_examined
             oldest, num_examined = server.version or 0, server.num_examined
-            return await server.client.generate(prompt_ids, params, account, wire_id)
+            return server.client.generate(prompt_ids, params, account, wire_id)
 
         server, completion = await self._ask(request_id, ask, in_books=True)
         doubt = self._doubt(server, oldest, completion)
@@ -190,8 +190,8 @@ class ServerPool:
         )
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
-        async def ask(server: PooledServer, wire_id: str) -> list[float]:
-            return await server.client.score(token_ids, temperature, wire_id)
+        def ask(server: PooledServer, wire_id: str) -> Awaitable[list[float]]:
+            return server.client.score(token_ids, temperature, wire_id)
 
         server, scores = await self._ask(request_id, ask, in_books=False)
         if server.client.server_id != server.server_id:
@@ -202,7 +202,7 @@ class ServerPool:
     async def _ask(
         self,
         request_id: str,
-        ask: Callable[[PooledServer, str], Coroutine[Any, Any, T]],
+        ask: Callable[[PooledServer, str], Awaitable[T]],
         *,
         in_books: bool,
     ) -> tuple[PooledServer, T]:
@@ -214,7 +214,7 @@ class ServerPool:
         while True:
             server = await self._wait_for_place(request_id)
             placed = server.placed[request_id]
-            asking = asyncio.create_task(ask(server, placed.wire_id))
+            asking = asyncio.ensure_future(ask(server, placed.wire_id))
             asking.add_done_callback(partial(_pass_on, outcome=placed.outcome))
             is_answered = False
             try:
@@ -485,7 +485,7 @@ class ServerPool:
         self._note_change()
 
 
-def _pass_on(asking: "asyncio.Task[Any]", outcome: "asyncio.Future[Any]") -> None:
+def _pass_on(asking: "asyncio.Future[Any]", outcome: "asyncio.Future[Any]") -> None:
     """Copies the result or error of `asking` to `outcome`, unless that is set already."""
     error = None if asking.cancelled() else asking.exception()
     if outcome.done():

@@ -25,7 +25,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -98,6 +98,7 @@ from pellucid.workers import DaemonThreads, keep_freed_memory, num_cores
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_LINES = msgspec.json.Encoder()
 LONG_BODY_BYTES = 64 * 1024
 """Bodies longer than this are made into prompts by another thread: short ones never wait for them."""
 _OBJECTS_PER_REQUEST = 8
@@ -180,28 +181,31 @@ class Server:
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._body(http, GenerateRequest)
         _require_key_for_books(http, [body])
-        (completion,) = await _unless_gone(http, self._thread.complete([body]))
+        (completion,) = await _unless_gone(http.receive, self._thread.complete([body]))
         return _json(GenerateResponse(f"generate-{next(self._ids)}", [_choice(completion, body.compact)]))
 
     async def generate_many(self, http: HttpRequest) -> Response:
         requests = (await self._body(http, GenerateManyRequest)).members()
         _require_key_for_books(http, requests)
         lines = self._lines(requests)
-        return LineStream(await _unless_gone(http, anext(lines)), lines, "application/x-ndjson")
+        return LineStream(await _unless_gone(http.receive, anext(lines)), lines, "application/x-ndjson")
 
     async def _lines(self, requests: list[GenerateRequest]) -> AsyncGenerator[bytes, None]:
-        """Yields one line per request, in the order in which they end; refused requests come first."""
+        """Yields one line per request, in the order in which they end; refused requests come first. Lines of
+        requests that end together are one chunk."""
         async with aclosing(self._thread.generate(requests)) as events:
-            async for index, event in events:
-                if isinstance(event, Completion):
-                    line = GenerateManyLine(index, event)
-                else:
-                    line = GenerateManyLine(index, error=str(event))
-                yield msgspec.json.encode(line) + b"\n"
+            async for together in events:
+                lines = [
+                    GenerateManyLine(index, event)
+                    if isinstance(event, Completion)
+                    else GenerateManyLine(index, error=str(event))
+                    for index, event in together
+                ]
+                yield _LINES.encode_lines(lines)
 
     async def score(self, http: HttpRequest) -> Response:
         body = await self._body(http, ScoreRequest)
-        logprobs = await _unless_gone(http, self._thread.score(body.token_ids, body.temperature))
+        logprobs = await _unless_gone(http.receive, self._thread.score(body.token_ids, body.temperature))
         return _json(ScoreResponse([None, *logprobs[1:]]))
 
     async def chat(self, http: HttpRequest) -> Response:
@@ -242,14 +246,14 @@ class Server:
         async with self._intake.body(http) as raw:
             prompts = self._short_prompts if len(raw) <= LONG_BODY_BYTES else self._long_prompts
             preparing = asyncio.get_running_loop().run_in_executor(prompts, prepare, raw)
-            answer = await _unless_gone(http, preparing)
+            answer = await _unless_gone(http.receive, preparing)
         prompt_ids, mm_tensors = answer.prompt_ids, tensors_of(answer.prompt_ids)
         asked = [GenerateRequest(prompt_ids, params, mm_tensors=mm_tensors) for params in answer.params()]
         if not answer.request.stream:
-            return _json(answer.whole(await _unless_gone(http, self._thread.complete(asked))))
+            return _json(answer.whole(await _unless_gone(http.receive, self._thread.complete(asked))))
         lines = answer.lines(self._thread.generate(asked, tokens=True))
         # The status is sent with the first line: what is wrong with a request shows before that.
-        return LineStream(await _unless_gone(http, anext(lines)), lines, "text/event-stream")
+        return LineStream(await _unless_gone(http.receive, anext(lines)), lines, "text/event-stream")
 
     async def models(self, http: HttpRequest) -> Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -363,28 +367,32 @@ class LineStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientGoneError):
+                await _unless_gone(receive, self.stream_response(send))
         finally:
             for source in self._sources:
                 await source.aclose()
 
 
-async def _unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
-    """Returns the result of the work, which is cancelled as soon as the client goes away."""
+async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Returns the result of the work, which is cancelled as soon as the client goes away, and has ended
+    then."""
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(http))
+    gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGoneError("the client went away")
         return working.result()
     finally:
-        working.cancel()
         gone.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
 
 
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

@@ -63,7 +63,7 @@ def take_message(message: Message, what: str) -> Message:
 def copy_nested(value: Any) -> Any:
     """Copies dicts and lists within `value`; anything else is shared."""
     if isinstance(value, dict):
-        return {key: copy_nested(each) for key, each in value.items()}
+        return {key: each if type(each) is str else copy_nested(each) for key, each in value.items()}
     return [copy_nested(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 

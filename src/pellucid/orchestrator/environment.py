@@ -150,7 +150,8 @@ def checked_score(value: object, method: Callable[..., Any]) -> Score:
     """Returns what an environment's `method` gave, with plain floats; RolloutError if it is no Score."""
     if not isinstance(value, Score):
         raise _wrong_answer(method, value, "a Score, such as Score(1.0)")
-    if not all(isinstance(each, Mapping) for each in (value.metrics, value.state, value.weights)):
+    parts = (value.metrics, value.state, value.weights)
+    if not all(type(part) is dict or isinstance(part, Mapping) for part in parts):
         raise _wrong_answer(method, value, "a Score whose metrics, state and weights are dicts by name")
     reward = _as_float(value.reward)
     if reward is None or not math.isfinite(reward):

@@ -177,7 +177,7 @@ class GroupRun:
         opening = self.example.messages
         session = Session(rollout, self.sampler, self._prompts, self.on_request, opening)
         # A copy: an environment that appends to its messages must not append to those of the whole group.
-        example = replace(self.example, messages=copy_nested(list(opening)))
+        example = Example(self.example.example_id, copy_nested(list(opening)), self.example.info)
         try:
             return await deadline.bound(ask(self.environment.rollout, example, session))
         finally:

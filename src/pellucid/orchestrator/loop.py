@@ -132,6 +132,8 @@ class Orchestrator:
         self._groups: dict[str, GroupRun] = {}
         self._attempts: set[asyncio.Task[None]] = set()
         self._inflight: dict[str, tuple[Rollout, asyncio.Task[None]]] = {}
+        self._returned: list[Rollout] = []
+        """Rollouts that came back in this turn of the event loop."""
         self._changed = asyncio.Event()
         self._may_start = asyncio.Event()
         self._dead: BaseException | None = None
@@ -261,14 +263,29 @@ class Orchestrator:
         cut_short = self._scheduler.stopped or self._scheduler.is_cut(rollout.group_id)
         if rollout.error is not None and not cut_short:
             self._failures.note(rollout)
-        self._scheduler.finish(rollout)
+        if not self._returned:
+            asyncio.get_running_loop().call_soon(self._take_back)
+        self._returned.append(rollout)
+
+    def _take_back(self) -> None:
+        """Gives the scheduler the rollouts that came back in a turn of the event loop: a step of an engine
+        ends many, and groups are judged together."""
+        returned, self._returned = self._returned, []
+        if not returned:
+            return
+        try:
+            self._scheduler.finish(*returned)
+        except Exception as error:
+            self._dead = self._dead or error
         self._pace.note()
-        if not self._scheduler.is_open(rollout.group_id):
-            del self._groups[rollout.group_id]
+        for group_id in {rollout.group_id for rollout in returned}:
+            if not self._scheduler.is_open(group_id):
+                del self._groups[group_id]
         self._note_change()
 
     def _cut_short_what_is_too_old(self) -> None:
         """Cancels attempts that are too old. Their tokens so far are received and settled as stale."""
+        self._take_back()
         rollout_ids = self._scheduler.take_cut()
         for rollout_id in rollout_ids:
             # Not at once: a task that is cancelled before it runs for the first time never collects.
@@ -344,6 +361,7 @@ class Orchestrator:
             raise self._dead
 
     async def _finish(self, services: "Sequence[asyncio.Task[None]]") -> None:
+        self._take_back()
         self._scheduler.stop()
         try:
             await cancel(services)
@@ -361,6 +379,7 @@ class Orchestrator:
     async def _close_books(self) -> None:
         for rollout, _ in list(self._inflight.values()):
             self._collect(rollout)
+        self._take_back()
         step = self._scheduler.batches_sent
         self._evaluator.settle_all()
         try:

@@ -33,6 +33,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -163,7 +164,7 @@ class _OpenGroup:
 
 
 class Scheduler:
-    """`judge` turns the surviving rollouts of a final group into verdicts, one each, in order."""
+    """`judge` turns the surviving rollouts of final groups into verdicts, one each, in order."""
 
     def __init__(
         self, rules: Rules, sources: Sequence[Source], judge: Callable[[Sequence[Rollout]], list[Verdict]]
@@ -239,18 +240,24 @@ class Scheduler:
         if running.version is None:
             running.version = self.policy_version
 
-    def finish(self, rollout: Rollout) -> None:
-        """Takes back a dispatched rollout, successful or failed (`rollout.error`)."""
-        group = self._inflight.pop(rollout.rollout_id)
-        num_failures = group.running.pop(rollout.rollout_id).num_failures + (rollout.error is not None)
-        group.returned.append(rollout)
-        may_retry = num_failures <= self._rules.max_retries and not self.stopped and group.cut is None
-        if rollout.error is not None and may_retry:
-            self._retries.append((group, rollout.rollout_id, num_failures))
-            return
-        group.num_unfinished -= 1
-        if self._is_final(group):
-            self._close(group)
+    def finish(self, *rollouts: Rollout) -> None:
+        """Takes back dispatched rollouts, successful or failed (`rollout.error`).
+
+        Groups that are final then are judged together, which takes hardly longer than judging one.
+        """
+        final = []
+        for rollout in rollouts:
+            group = self._inflight.pop(rollout.rollout_id)
+            num_failures = group.running.pop(rollout.rollout_id).num_failures + (rollout.error is not None)
+            group.returned.append(rollout)
+            may_retry = num_failures <= self._rules.max_retries and not self.stopped and group.cut is None
+            if rollout.error is not None and may_retry:
+                self._retries.append((group, rollout.rollout_id, num_failures))
+                continue
+            group.num_unfinished -= 1
+            if self._is_final(group):
+                final.append(group)
+        self._close(final)
 
     def is_open(self, group_id: str) -> bool:
         """Whether rollouts of the group are still to come."""
@@ -334,9 +341,7 @@ class Scheduler:
             self._set_ready([])
         while self._retries:
             self._retries.popleft()[0].num_unfinished -= 1
-        for group in list(self._open.values()):
-            if self._is_final(group):
-                self._close(group)
+        self._close([group for group in self._open.values() if self._is_final(group)])
 
     def state(self) -> SchedulerState:
         """Returns the state for a resumed run; after `stop`, the state at the time of the stop."""
@@ -413,38 +418,49 @@ class Scheduler:
         started_whole = group.num_started == self._rules.rollouts_per_example
         return group.num_unfinished == 0 and (started_whole or self.stopped or group.cut is not None)
 
-    def _close(self, group: _OpenGroup) -> None:
-        """Settles a final group: cut, cancelled if the run was stopped, else judged.
+    def _close(self, groups: Sequence[_OpenGroup]) -> None:
+        """Settles final groups: cut, cancelled if the run was stopped, else judged.
 
-        If judging raises, the group stays open and is cancelled when the run stops. After judging, only the
+        If judging raises, the groups stay open and are cancelled when the run stops. After judging, only the
         samples hold the tokens that train; the rollouts forget theirs.
         """
-        if group.cut is not None:
-            self._settle_cut(group, group.cut)
-        elif self.stopped:
-            self._cancel([Verdict(rollout, Flow.SENT) for rollout in group.returned])
-        else:
-            verdicts = self._verdicts(group)
+        judged = []
+        for group in groups:
+            if group.cut is not None:
+                self._settle_cut(self._cut.pop(group.group_id), group.cut)
+            elif self.stopped:
+                self._cancel([Verdict(rollout, Flow.SENT) for rollout in group.returned])
+                del self._open[group.group_id]
+            else:
+                judged.append(group)
+        for group, verdicts in zip(judged, self._verdicts(judged), strict=True):
             self._note_lengths(verdicts)
             for rollout in group.returned:
                 rollout.forget_tokens()
             self._admit(verdicts)
-        self._open.pop(group.group_id, None)
-        self._cut.pop(group.group_id, None)
+            del self._open[group.group_id]
 
-    def _verdicts(self, group: _OpenGroup) -> list[Verdict]:
-        survivors = [rollout for rollout in group.returned if rollout.error is None]
-        failed = [
-            Verdict(rollout, State.FAILED_ROLLOUT, rollout.error)
-            for rollout in group.returned
-            if rollout.error is not None
-        ]
+    def _verdicts(self, groups: Sequence[_OpenGroup]) -> list[list[Verdict]]:
+        """Returns the verdicts of each group: on failed rollouts, then on the survivors."""
         size = self._rules.rollouts_per_example
-        num_missing = size - len(survivors)
-        if not survivors or (num_missing and group.source.group_scored):
-            reason = f"{num_missing} of {size} rollouts of a group-scored group failed"
-            return [*failed, *(Verdict(rollout, State.DROPPED_GROUP, reason) for rollout in survivors)]
-        return [*failed, *self._judge(survivors)]
+        verdicts: list[list[Verdict]] = []
+        to_judge: list[list[Rollout]] = []
+        for group in groups:
+            survivors = [rollout for rollout in group.returned if rollout.error is None]
+            own = [
+                Verdict(rollout, State.FAILED_ROLLOUT, rollout.error)
+                for rollout in group.returned
+                if rollout.error is not None
+            ]
+            if len(survivors) < size and group.source.group_scored:
+                reason = f"{size - len(survivors)} of {size} rollouts of a group-scored group failed"
+                own += [Verdict(rollout, State.DROPPED_GROUP, reason) for rollout in survivors]
+                survivors = []
+            verdicts.append(own)
+            to_judge.append(survivors)
+        survivors = list(chain.from_iterable(to_judge))
+        judged = iter(self._judge(survivors) if survivors else ())
+        return [[*own, *islice(judged, len(each))] for own, each in zip(verdicts, to_judge, strict=True)]
 
     def _note_lengths(self, verdicts: list[Verdict]) -> None:
         """Updates the expected length by all rollouts but failed ones, whose full length is unknown."""
@@ -508,7 +524,7 @@ class Scheduler:
         self._cut[group.group_id] = self._open.pop(group.group_id)
         self._to_cut += group.running
         if self._is_final(group):
-            self._close(group)
+            self._close([group])
 
     def _settle_cut(self, group: _OpenGroup, cut: frozenset[str]) -> None:
         """Settles a cut group: rollouts that failed before the cut as failed, all others as stale."""

@@ -138,12 +138,14 @@ class Pace:
     def asking(self) -> Iterator[None]:
         """Context manager around a request to the policy's servers."""
         self._num_asking += 1
-        self.note()
+        if self._num_asking == 1:
+            self.note()
         try:
             yield
         finally:
             self._num_asking -= 1
-            self.note()
+            if not self._num_asking:
+                self.note()
 
     def note(self) -> None:
         """Looks at what is waited for now; to be called whenever it may have changed."""

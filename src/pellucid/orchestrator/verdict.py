@@ -1,4 +1,4 @@
-"""From the rollouts of a final group to verdicts: advantages, filters, samples. Pure.
+"""From the rollouts of final groups to verdicts: advantages, filters, samples. Pure.
 
 - Each rollout has exactly one outcome, with its reason: a final state of the ledger, or `sent`; then the
   trainer decides. Where several states fit, the first in the ledger's order is the outcome: a failed rollout
@@ -19,7 +19,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -96,7 +96,7 @@ def load_filter(config: FilterConfig) -> Filter:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """The rules by which the survivors of a group get their verdicts."""
+    """The rules by which the survivors of groups get their verdicts."""
 
     run_id: str
     advantage: Advantage
@@ -104,25 +104,34 @@ class Judge:
     filters: Sequence[Filter] = ()
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Returns one verdict per rollout; `sent` means that the rollout may be sent."""
-        advantages = self.advantage(rollouts)
+        """Returns one verdict per rollout of these groups, whose rollouts come one after the other; `sent`
+        means that the rollout may be sent."""
+        advantages = iter(self.advantage(rollouts))
+        verdicts: list[Verdict] = []
+        for _, members in groupby(rollouts, lambda rollout: rollout.group_id):
+            group = list(members)
+            verdicts += self._judged(group, list(islice(advantages, len(group))))
+        fit = iter(self._with_samples([verdict for verdict in verdicts if verdict.is_sent]))
+        return [next(fit) if verdict.is_sent else verdict for verdict in verdicts]
+
+    def _judged(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[Verdict]:
+        """Returns the verdicts on one group, without samples."""
         removed_by: list[str | None] = [None] * len(rollouts)
         for each in self.filters:
             for index, keep in enumerate(each(FilterInputs(rollouts, advantages))):
                 if not keep and removed_by[index] is None:
                     removed_by[index] = each.name
-        no_signal = are_equal([rollout.reward or 0.0 for rollout in rollouts])
-        why_zero = "the rewards of its group are equal" if no_signal else "advantage is 0"
         verdicts = []
         for rollout, advantage, filtered_by in zip(rollouts, advantages, removed_by, strict=True):
             if filtered_by is not None:
                 verdicts.append(Verdict(rollout, State.FILTERED, f"removed by {filtered_by}", advantage))
             elif self.filter_zero_advantages and advantage == 0:
+                no_signal = are_equal([rollout.reward or 0.0 for rollout in rollouts])
+                why_zero = "the rewards of its group are equal" if no_signal else "advantage is 0"
                 verdicts.append(Verdict(rollout, State.ZERO_ADVANTAGE, why_zero, advantage))
             else:
                 verdicts.append(Verdict(rollout, Flow.SENT, "", advantage))
-        fit = iter(self._with_samples([verdict for verdict in verdicts if verdict.is_sent]))
-        return [next(fit) if verdict.is_sent else verdict for verdict in verdicts]
+        return verdicts
 
     def _with_samples(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Adds samples to the verdicts; rollouts whose samples cannot train become `rejected`."""
@@ -135,7 +144,7 @@ class Judge:
                 return [replace(verdicts[0], outcome=State.REJECTED, reason=str(error))]
             return [verdict for each in verdicts for verdict in self._with_samples([each])]
         return [
-            replace(verdict, samples=list(islice(samples, len(each))))
+            Verdict(verdict.rollout, Flow.SENT, "", verdict.advantage, list(islice(samples, len(each))))
             for verdict, each in zip(verdicts, columns, strict=True)
         ]
 
