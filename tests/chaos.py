@@ -350,6 +350,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the run is; one of its own by default")
     parser.add_argument("--cold", action="store_true", help="start each process as a user does")
     arguments = parser.parse_args()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background it is ignored, and by the run
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="pellucid-chaos-"))
     print(f"the run is in {folder}", flush=True)
     states = rampage(folder, arguments.blows, arguments.seed, start_cold if arguments.cold else start_warm)
