@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +58,16 @@ WRITTEN = {"checkpoint": "checkpoints", "weights": "weights"}
 GIVEN_UP = ("lost", "cancelled", "rolled_back")
 """States of tokens that a blow may cost."""
 
+TOLD = {"lost": "sampled tokens were lost", "rolled_back": "trained tokens are rolled back"}
+"""How a run that resumes says what became of tokens before it."""
+
 EXIT_CODES = {"full disk": 74, "hang": 130, "ctrl-c": 130, "launcher": -9, ALL: -9}
 """How a run ends after a blow, by way and by victim; 1 after the others."""
 
 START_S = 3.0
 """About how long a start takes, while none is known."""
 
-WRITING_S = 0.02
+WRITING_S = 0.01
 """About how long the trainer writes a folder. The blow comes at a random moment of it."""
 
 PATIENCE_S = 600.0
@@ -171,18 +173,23 @@ def signal_groups(pids: Iterable[int], number: int) -> None:
             os.killpg(pid, number)
 
 
-def strike_writer(run: Any, folder: Path, blow: Blow) -> Blow:
-    """Strikes as the trainer writes a folder; returns the blow as it was.
-
-    That is a plain kill if nothing half-written is left: then the trainer was faster.
-    """
+def strike_writer(run: Any, folder: Path, blow: Blow) -> None:
+    """Strikes as the trainer writes a folder. A blow that comes too late is taken back, and the next comes
+    sooner after the folder is begun."""
     parent = folder / WRITTEN[blow.way]
-    poll(run, lambda: "trainer" in warm.processes_of(folder))
-    poll(run, lambda: any(parent.glob(".*.partial*")), every_s=0.001)
-    time.sleep(blow.delay_s)
+
+    def is_half_written() -> bool:
+        return any(parent.glob(".*.partial*"))
+
+    delay_s, pids = blow.delay_s, ()
+    while not is_half_written():
+        signal_groups(pids, signal.SIGCONT)
+        poll(run, is_half_written, every_s=0.0005)
+        time.sleep(delay_s)
+        pids = [pid for name, pid in warm.processes_of(folder).items() if name == "trainer"]
+        signal_groups(pids, signal.SIGSTOP)
+        delay_s /= 2
     strike(run, folder, blow)
-    run.communicate(timeout=PATIENCE_S)
-    return blow if any(parent.glob(".*.partial*")) else replace(blow, way="kill")
 
 
 def suffer(run: Any, folder: Path, blow: Blow, before: int) -> Blow:
@@ -192,7 +199,7 @@ def suffer(run: Any, folder: Path, blow: Blow, before: int) -> Blow:
         wait_for_new_step(run, folder, before)
         blow = replace(blow, resumed_s=time.monotonic() - started)
     if blow.way in WRITTEN:
-        blow = strike_writer(run, folder, blow)
+        strike_writer(run, folder, blow)
     else:
         time.sleep(blow.delay_s if blow.way in ("kill", "resume") else 0.0)
         poll(run, lambda: strike(run, folder, blow))  # it may not have started yet
@@ -275,16 +282,22 @@ def end_leftovers(folder: Path) -> None:
 
 
 def rampage(
-    folder: Path, num_blows: int, seed: int, start: Callable[[list[str]], Any] = start_warm
+    folder: Path,
+    num_blows: int,
+    choose: Callable[[int, float], Blow],
+    start: Callable[[list[str]], Any] = start_warm,
 ) -> dict[str, int]:
-    """Strikes so often, finishes the run, and returns the states of its tokens; raises if one is missing."""
+    """Strikes so often, finishes the run, and returns the states of its tokens; raises if one is missing.
+
+    `choose` returns the blow of a number, given how long a start takes.
+    """
     if not (folder / "tiny").exists():
         make_tiny_model(folder / "tiny", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
     end_leftovers(folder / "run")
     max_steps = 1_000_000  # until the last blow
     while (number := len(blows := struck(folder))) < num_blows:
         known_s = [blow.resumed_s for blow in blows if blow.resumed_s is not None]
-        blow = draw(seed, number, statistics.median(known_s or [START_S]))
+        blow = choose(number, statistics.median(known_s or [START_S]))
         before = num_steps(folder / "run")
         run = start(arguments_of(folder, max_steps))
         try:
@@ -306,18 +319,30 @@ def rampage(
 def costs(blows: list[Blow], states: dict[str, int]) -> Iterator[tuple[Blow, dict[str, int], float | None]]:
     """Yields each blow, the tokens by state that it cost, and the seconds until the next run had a new step.
 
-    The books tell what died as the next run resumes, which may be struck before it has: then the blow that
-    struck a run which sampled is the one that cost it.
+    What died with a process is known as the next run resumes. That one may be struck before it has: then the
+    last blow is meant that struck a run which sampled.
     """
     cost: dict[int, Counter[str]] = defaultdict(Counter)
     guilty = 0
-    for number, (earlier, later) in enumerate(pairwise([{}, *(blow.given_up for blow in blows), states])):
-        cost[guilty].update({state: later.get(state, 0) - earlier.get(state, 0) for state in GIVEN_UP})
-        if number < len(blows) and blows[number].resumed:
+    before: dict[str, int] = {}
+    for number, blow in enumerate(blows):
+        grown = Counter({state: blow.given_up.get(state, 0) - before.get(state, 0) for state in GIVEN_UP})
+        told = Counter({state: count_in(blow.resumed, words) for state, words in TOLD.items()})
+        cost[guilty].update(told if blow.resumed else grown)
+        if blow.resumed:
             guilty = number
+            grown.subtract(told)
+            cost[number].update(grown)
+        before = blow.given_up
+    cost[guilty].update({state: states.get(state, 0) - before.get(state, 0) for state in GIVEN_UP})
     following = [blow.resumed_s for blow in blows[1:]]
     for number, (blow, resumed_s) in enumerate(zip(blows, [*following, None], strict=True)):
         yield blow, cost[number], resumed_s
+
+
+def count_in(line: str, words: str) -> int:
+    found = re.search(rf"([\d,]+) {words}", line)
+    return int(found[1].replace(",", "")) if found else 0
 
 
 def table(blows: list[Blow], states: dict[str, int]) -> str:
@@ -355,7 +380,8 @@ def main() -> None:
     )  # in the background it is ignored, and by the run
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="pellucid-chaos-"))
     print(f"the run is in {folder}", flush=True)
-    states = rampage(folder, arguments.blows, arguments.seed, start_cold if arguments.cold else start_warm)
+    start = start_cold if arguments.cold else start_warm
+    states = rampage(folder, arguments.blows, partial(draw, arguments.seed), start)
     print(table(struck(folder), states))
     print(f"{arguments.blows} blows, {num_steps(folder / 'run'):,} steps, tokens: {dict(states)}")
 
