@@ -2,11 +2,12 @@
 
     python tests/chaos.py --blows 30 --seed 0      (make chaos KILLS=30)
 
-After every blow the books have to balance. In the end no step is missing or double, and every example of the
+After every blow the books have to balance, and no step is missing or double. In the end every example of the
 stream was trained exactly once or stands in the saved rollouts with what became of it.
 
-With `--folder` it goes on where it was, if it was interrupted itself: blows that were checked are in
-`FOLDER/blows.jsonl`.
+With `--folder` it goes on where it was, if it was interrupted itself, however that was: blows that were
+checked are in `FOLDER/blows.jsonl`. Runs are forks of a Python that has imported everything; `--cold` starts
+each as a user does, which takes eight times the CPU time.
 """
 
 import argparse
@@ -21,66 +22,99 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import warm
+from pellucid.data.files import open_lock, try_lock
+from pellucid.launch.run_folder import LOCK
 from pellucid.ledger import reconcile
-from pellucid.metrics import read_metrics
+from pellucid.metrics import parse_metrics, read_metrics
 from pellucid.model.tiny import make_tiny_model
-from warm import processes_of
 
 PARTS = ("inference", "orchestrator", "trainer")
-VICTIMS = (*PARTS, "launcher", "ctrl-c")
-START_S = 6.0
-"""How long a run takes to start. A third of the kills falls into it, the others after the first new step."""
+ALL = "all at once"
+"""The launcher and all parts, as when the machine dies; but what the system has yet to write is not lost."""
 
+VICTIMS: dict[str, tuple[str, ...]] = {
+    "kill": (*PARTS, "launcher", "ctrl-c", ALL),
+    "resume": (*PARTS, "launcher", "ctrl-c", ALL),
+    "checkpoint": ("trainer", ALL),
+    "weights": ("trainer", ALL),
+    "hang": (*PARTS, ALL),
+    "full disk": (*PARTS, ALL),
+}
+"""Who may be struck in each way."""
+
+WAYS = ("kill", "kill", "resume", "resume", "checkpoint", "weights", "hang", "full disk")
 WRITTEN = {"checkpoint": "checkpoints", "weights": "weights"}
 """Where the trainer writes what a blow of this way interrupts."""
 
-WAYS = ("kill", "kill", "kill", "kill", "checkpoint", "weights", "hang", "full disk")
-MOMENT_S = 60.0
-"""How long a half-written folder is waited for."""
+GIVEN_UP = ("lost", "cancelled", "rolled_back")
+"""States of tokens that a blow may cost."""
+
+TOLD = {"lost": "sampled tokens were lost", "rolled_back": "trained tokens are rolled back"}
+"""How a run that resumes says what became of tokens before it."""
+
+EXIT_CODES = {"full disk": 74, "hang": 130, "ctrl-c": 130, "launcher": -9, ALL: -9}
+"""How a run ends after a blow, by way and by victim; 1 after the others."""
+
+START_S = 3.0
+"""About how long a start takes, while none is known."""
+
+WRITING_S = 0.01
+"""About how long the trainer writes a folder. The blow comes at a random moment of it."""
+
+PATIENCE_S = 600.0
+"""When a run hangs that was not told to."""
 
 
 @dataclass(frozen=True)
 class Blow:
-    """One strike at a run."""
+    """One strike at a run, and what became of it."""
 
     way: str
-    """`kill`; `checkpoint`, `weights`: the same as the trainer writes one; `hang`: the victim is stopped for
-    `delay_s` and goes on; `full disk`: no file of the victim grows any more."""
+    """`kill`; `checkpoint`, `weights`: the same as the trainer writes one; `resume`: the same before the run
+    has trained a new step; `hang`: the victim is stopped for `delay_s` and goes on; `full disk`: no file of
+    the victim grows any more."""
 
     victim: str
     delay_s: float
-    in_start: bool = False
     resumed_s: float | None = None
     """From the start of the run until it trained a new step; None if it was struck before."""
 
+    ended_s: float | None = None
+    """From the blow until the run had ended; None after a hang, which the run survives."""
+
+    resumed: str = ""
+    """What the run said as it resumed; empty if it is new, or was struck before it could."""
+
+    given_up: dict[str, int] = field(default_factory=dict)
+    """Tokens by `GIVEN_UP`, from the beginning of the run on, as its books say it after the blow."""
+
     @property
     def name(self) -> str:
-        return self.victim if self.way == "kill" else f"{self.way}, {self.victim}"
+        return f"{self.way}, {self.victim}"
 
 
 def draw(seed: int, number: int, start_s: float) -> Blow:
     generator = random.Random(f"{seed} {number}")
     way = generator.choice(WAYS)
-    if way == "kill":
-        in_start = generator.random() < 1 / 3
-        return Blow(
-            way, generator.choice(VICTIMS), generator.uniform(0, start_s if in_start else 3.0), in_start
-        )
-    if way in WRITTEN:
-        return Blow(way, "trainer", 0.0)
-    return Blow(way, generator.choice(PARTS), generator.uniform(0, 5.0))
+    longest_s = {"resume": start_s, "kill": 3.0, "hang": 5.0}.get(way, WRITING_S)
+    return Blow(way, generator.choice(VICTIMS[way]), generator.uniform(0, longest_s))
 
 
-def start_for_real(arguments: list[str]) -> "subprocess.Popen[str]":
+def start_cold(arguments: list[str]) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "pellucid.cli", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+start_warm = partial(warm.start, merged=True)
 
 
 def arguments_of(folder: Path, max_steps: int) -> list[str]:
@@ -93,64 +127,123 @@ def arguments_of(folder: Path, max_steps: int) -> list[str]:
     ]
 
 
-def strike(run: Any, folder: Path, blow: Blow) -> bool:
-    """False if there was nobody to strike."""
-    if blow.victim in ("launcher", "ctrl-c"):
-        run.send_signal(signal.SIGKILL if blow.victim == "launcher" else signal.SIGINT)
-        return True
-    pid = processes_of(folder).get(blow.victim)
-    if pid is None:
-        return False
-    if blow.way == "hang":
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(blow.delay_s)
-        os.kill(pid, signal.SIGCONT)
-    elif blow.way == "full disk":
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    else:
-        os.kill(pid, signal.SIGKILL)
-    return True
-
-
-def strike_writer(run: Any, folder: Path, blow: Blow) -> Blow:
-    """Kills the trainer as it writes a folder, or after a while; returns the blow as it was.
-
-    That is a plain kill if nothing half-written is left: then the trainer was faster.
-    """
-    parent = folder / WRITTEN[blow.way]
-    while (pid := processes_of(folder).get(blow.victim)) is None:
+def poll(run: Any, is_over: Callable[[], bool], every_s: float = 0.05) -> None:
+    """Waits while the run goes on; one that ends or hangs is at fault."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_over():
         assert run.poll() is None, run.communicate()[0]
-        time.sleep(0.05)
-    deadline = time.monotonic() + MOMENT_S
-    while time.monotonic() < deadline and not any(parent.glob(".*.partial*")):
-        assert run.poll() is None, run.communicate()[0]
-    os.kill(pid, signal.SIGKILL)
-    while processes_of(folder).get(blow.victim) == pid:
-        time.sleep(0.01)
-    return blow if any(parent.glob(".*.partial*")) else replace(blow, way="kill")
+        assert time.monotonic() < deadline, "the run hangs"
+        time.sleep(every_s)
 
 
 def wait_for_new_step(run: Any, folder: Path, before: int) -> None:
-    while num_steps(folder) <= before:
-        assert run.poll() is None, run.communicate()[0]
-        time.sleep(0.05)
+    poll(run, lambda: num_steps(folder) > before)
+
+
+def strike(run: Any, folder: Path, blow: Blow) -> bool:
+    """False if there was nobody to strike."""
+    found = warm.processes_of(folder)
+    pids = [pid for name, pid in found.items() if blow.victim in (name, "launcher", ALL)]
+    if blow.victim == "ctrl-c":
+        run.send_signal(signal.SIGINT)
+        return True
+    if blow.way == "full disk":
+        for pid in pids:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    elif blow.way == "hang":
+        signal_groups(pids, signal.SIGSTOP)
+        time.sleep(blow.delay_s)
+        signal_groups(pids, signal.SIGCONT)
+    elif blow.victim == "launcher":
+        run.kill()
+        return True
+    else:
+        signal_groups(pids, signal.SIGSTOP)  # none sees another die
+        if blow.victim == ALL:
+            run.kill()
+        signal_groups(pids, signal.SIGKILL)
+        return blow.victim == ALL or bool(pids)
+    return bool(pids)
+
+
+def signal_groups(pids: Iterable[int], number: int) -> None:
+    """Signals processes, and those that they have started."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, number)
+
+
+def strike_writer(run: Any, folder: Path, blow: Blow) -> None:
+    """Strikes as the trainer writes a folder. A blow that comes too late is taken back, and the next comes
+    sooner after the folder is begun."""
+    parent = folder / WRITTEN[blow.way]
+
+    def is_half_written() -> bool:
+        return any(parent.glob(".*.partial*"))
+
+    delay_s, pids = blow.delay_s, ()
+    while not is_half_written():
+        signal_groups(pids, signal.SIGCONT)
+        poll(run, is_half_written, every_s=0.0005)
+        time.sleep(delay_s)
+        pids = [pid for name, pid in warm.processes_of(folder).items() if name == "trainer"]
+        signal_groups(pids, signal.SIGSTOP)
+        delay_s /= 2
+    strike(run, folder, blow)
+
+
+def suffer(run: Any, folder: Path, blow: Blow, before: int) -> Blow:
+    """Strikes a run that was just started, and waits for its end; returns the blow as it was."""
+    started = time.monotonic()
+    if blow.way != "resume":
+        wait_for_new_step(run, folder, before)
+        blow = replace(blow, resumed_s=time.monotonic() - started)
+    if blow.way in WRITTEN:
+        strike_writer(run, folder, blow)
+    else:
+        time.sleep(blow.delay_s if blow.way in ("kill", "resume") else 0.0)
+        poll(run, lambda: strike(run, folder, blow))  # it may not have started yet
+    ended = time.monotonic()
+    if blow.way == "hang":  # nothing may have ended
+        wait_for_new_step(run, folder, num_steps(folder))
+        run.send_signal(signal.SIGINT)
+    output = run.communicate(timeout=PATIENCE_S)[0]
+    if blow.way != "resume":  # a run that has hardly begun ends as its Python does
+        expected = EXIT_CODES.get(blow.way, EXIT_CODES.get(blow.victim, 1))
+        assert run.returncode == expected, f"{blow.name}: exit code {run.returncode}\n{output}"
+    said = re.search(r"^resuming at.*$", output, re.MULTILINE)
+    resumed = said[0] if said else "new run" if "steps; logs in" in output else ""
+    return replace(blow, ended_s=None if blow.way == "hang" else time.monotonic() - ended, resumed=resumed)
 
 
 def num_steps(folder: Path) -> int:
-    steps = [record["step"] for record in read_metrics(folder / "metrics" / "orchestrator.jsonl")]
-    return max(steps, default=-1) + 1
+    """Returns one more than the newest step that the orchestrator has written down."""
+    path = folder / "metrics" / "orchestrator.jsonl"
+    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    return int(parse_metrics(str(path), whole.rpartition(b"\n")[2])["step"]) + 1 if whole else 0
 
 
-def check_books(folder: Path) -> None:
-    if any(path.stat().st_size for path in (folder / "ledger").glob("*.jsonl")):
-        report = reconcile(folder / "ledger")
-        assert report.balanced, report.differences
+def check_steps(folder: Path, process: str) -> int:
+    """Returns how many steps there are; none is missing or double."""
+    steps = [record["step"] for record in read_metrics(folder / "metrics" / f"{process}.jsonl")]
+    assert steps == list(range(len(steps))), f"{process}: {steps}"
+    return len(steps)
+
+
+def check_books(folder: Path) -> dict[str, int]:
+    """Returns the tokens that the run has given up so far, by `GIVEN_UP`."""
+    for process in ("trainer", "orchestrator"):
+        check_steps(folder, process)
+    if not any(path.stat().st_size for path in (folder / "ledger").glob("*.jsonl")):
+        return {}
+    report = reconcile(folder / "ledger")
+    assert report.balanced, report.differences
+    return {state: sum(states[state] for states in report.states.values()) for state in GIVEN_UP}
 
 
 def check_run(folder: Path, max_steps: int) -> Counter[str]:
     for process in ("trainer", "orchestrator"):
-        steps = [record["step"] for record in read_metrics(folder / "metrics" / f"{process}.jsonl")]
-        assert steps == list(range(max_steps)), f"{process}: {steps}"
+        assert check_steps(folder, process) == max_steps, process
     report = reconcile(folder / "ledger")
     assert report.balanced and not report.running, report.verdict()
     rollouts = [
@@ -179,79 +272,100 @@ def struck(folder: Path) -> list[Blow]:
     return [Blow(**json.loads(line)) for line in lines]
 
 
+def end_leftovers(folder: Path) -> None:
+    """Ends the run that goes on in a folder since whoever struck it was killed."""
+    if (folder / LOCK).exists():
+        signal_groups(warm.processes_of(folder).values(), signal.SIGKILL)
+        with open_lock(folder / LOCK) as lock:
+            while not try_lock(lock):
+                time.sleep(0.1)
+
+
 def rampage(
     folder: Path,
     num_blows: int,
-    seed: int,
-    start: Callable[[list[str]], Any] = start_for_real,
-    start_s: float = START_S,
-) -> str:
-    """Strikes so often, finishes the run, and returns what became of it; a run that lost something raises."""
+    choose: Callable[[int, float], Blow],
+    start: Callable[[list[str]], Any] = start_warm,
+) -> dict[str, int]:
+    """Strikes so often, finishes the run, and returns the states of its tokens; raises if one is missing.
+
+    `choose` returns the blow of a number, given how long a start takes.
+    """
     if not (folder / "tiny").exists():
         make_tiny_model(folder / "tiny", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+    end_leftovers(folder / "run")
     max_steps = 1_000_000  # until the last blow
-    while (number := len(struck(folder))) < num_blows:
-        blow = draw(seed, number, start_s)
+    while (number := len(blows := struck(folder))) < num_blows:
+        known_s = [blow.resumed_s for blow in blows if blow.resumed_s is not None]
+        blow = choose(number, statistics.median(known_s or [START_S]))
         before = num_steps(folder / "run")
-        started = time.monotonic()
         run = start(arguments_of(folder, max_steps))
         try:
-            output, blow = suffer(run, folder / "run", blow, before, started)
+            blow = suffer(run, folder / "run", blow, before)
         finally:
             run.kill()
-        check_books(folder / "run")
+        blow = replace(blow, given_up=check_books(folder / "run"))
         with (folder / "blows.jsonl").open("a") as file:
             file.write(json.dumps(asdict(blow)) + "\n")
-        resumed = re.search(r"^resuming at.*$", output, re.MULTILINE)
-        print(
-            f"blow {number + 1:4d}  {blow.name:<24} {'starting' if blow.in_start else 'training'} "
-            f"{blow.delay_s:3.1f} s; {resumed[0] if resumed else 'new run'}",
-            flush=True,
-        )
+        print(f"blow {number + 1:4d}  {blow.name:<24} {blow.delay_s:3.2f} s; {blow.resumed}", flush=True)
     num_done = num_steps(folder / "run")
     last = start(arguments_of(folder, num_done + 5))
-    output, _ = last.communicate()
+    output = last.communicate()[0]
     assert last.returncode == 0, output
-    states = check_run(folder / "run", num_done + 5)
     print(output)
-    blows = struck(folder)
-    names = Counter(blow.name for blow in blows)
-    return f"{len(blows)} blows ({dict(names)}), {num_done + 5} steps, tokens: {dict(states)}"
+    return check_run(folder / "run", num_done + 5)
 
 
-def suffer(run: Any, folder: Path, blow: Blow, before: int, started: float) -> tuple[str, Blow]:
-    """Strikes a run that was just started and waits for its end; returns output and blow, as it was."""
-    if not blow.in_start:
-        wait_for_new_step(run, folder, before)
-        blow = replace(blow, resumed_s=time.monotonic() - started)
-    if blow.way in WRITTEN:
-        blow = strike_writer(run, folder, blow)
-    else:
-        time.sleep(blow.delay_s if blow.way == "kill" else 0.0)
-        assert run.poll() is None, run.communicate()[0]
-        while not strike(run, folder, blow):  # on a busy machine it may not have started yet
-            assert run.poll() is None, run.communicate()[0]
-            time.sleep(0.05)
-    if blow.way == "hang":  # nothing may have ended
-        wait_for_new_step(run, folder, num_steps(folder))
-        run.send_signal(signal.SIGINT)
-    output, _ = run.communicate(timeout=600)
-    if blow.way == "full disk":
-        assert run.returncode == 74, output
-    return output, blow
+def costs(blows: list[Blow], states: dict[str, int]) -> Iterator[tuple[Blow, dict[str, int], float | None]]:
+    """Yields each blow, the tokens by state that it cost, and the seconds until the next run had a new step.
+
+    What died with a process is known as the next run resumes. That one may be struck before it has: then the
+    last blow is meant that struck a run which sampled.
+    """
+    cost: dict[int, Counter[str]] = defaultdict(Counter)
+    guilty = 0
+    before: dict[str, int] = {}
+    for number, blow in enumerate(blows):
+        grown = Counter({state: blow.given_up.get(state, 0) - before.get(state, 0) for state in GIVEN_UP})
+        told = Counter({state: count_in(blow.resumed, words) for state, words in TOLD.items()})
+        cost[guilty].update(told if blow.resumed else grown)
+        if blow.resumed:
+            guilty = number
+            grown.subtract(told)
+            cost[number].update(grown)
+        before = blow.given_up
+    cost[guilty].update({state: states.get(state, 0) - before.get(state, 0) for state in GIVEN_UP})
+    following = [blow.resumed_s for blow in blows[1:]]
+    for number, (blow, resumed_s) in enumerate(zip(blows, [*following, None], strict=True)):
+        yield blow, cost[number], resumed_s
 
 
-def table(blows: list[Blow]) -> str:
-    """Returns a Markdown table: after which blow it took how long to train a new step."""
-    taken: dict[str, list[float]] = {}
-    for blow, following in pairwise(blows):
-        if following.resumed_s is not None:
-            taken.setdefault(blow.name, []).append(following.resumed_s)
-    counts = Counter(blow.name for blow in blows)
-    lines = ["| blow | times | new step after the start: median | longest |", "|---|---|---|---|"]
-    for name, times in sorted(taken.items()):
-        lines.append(f"| {name} | {counts[name]} | {statistics.median(times):.1f} s | {max(times):.1f} s |")
+def count_in(line: str, words: str) -> int:
+    found = re.search(rf"([\d,]+) {words}", line)
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def table(blows: list[Blow], states: dict[str, int]) -> str:
+    """Returns a Markdown table: what blows of each kind cost in tokens and time."""
+    rows = defaultdict(list)
+    for blow, cost, resumed_s in costs(blows, states):
+        rows[blow.way, blow.victim].append((blow.ended_s, resumed_s, *(cost[state] for state in GIVEN_UP)))
+    lines = [
+        "| way | victim | blows | run had ended: median, longest | new step after the next start | "
+        + " | ".join(f"{state}, tokens a blow" for state in GIVEN_UP)
+        + " |",
+        "|---" * 2 + "|--:" * (3 + len(GIVEN_UP)) + "|",
+    ]
+    for (way, victim), row in sorted(rows.items()):
+        ended, resumed, *tokens = zip(*row, strict=True)
+        cells = [way, victim, f"{len(row)}", spread(ended), spread(resumed)]
+        lines.append(f"| {' | '.join([*cells, *(f'{statistics.mean(each):.1f}' for each in tokens)])} |")
     return "\n".join(lines)
+
+
+def spread(times: Iterable[float | None]) -> str:
+    known = [each for each in times if each is not None]
+    return f"{statistics.median(known):.1f} s, {max(known):.1f} s" if known else "–"
 
 
 def main() -> None:
@@ -259,11 +373,17 @@ def main() -> None:
     parser.add_argument("--blows", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the run is; one of its own by default")
+    parser.add_argument("--cold", action="store_true", help="start each process as a user does")
     arguments = parser.parse_args()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background it is ignored, and by the run
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="pellucid-chaos-"))
-    summary = rampage(folder, arguments.blows, arguments.seed)
-    print(table(struck(folder)))
-    print(summary)
+    print(f"the run is in {folder}", flush=True)
+    start = start_cold if arguments.cold else start_warm
+    states = rampage(folder, arguments.blows, partial(draw, arguments.seed), start)
+    print(table(struck(folder), states))
+    print(f"{arguments.blows} blows, {num_steps(folder / 'run'):,} steps, tokens: {dict(states)}")
 
 
 if __name__ == "__main__":

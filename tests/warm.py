@@ -275,11 +275,11 @@ def become_python(
     code = 1
     try:
         gc.collect()  # what would close a descriptor later, when it is another's
+        _take_signals()  # before the parent, which waits for a descriptor to close, may send one
         bounds = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
         for last, following in pairwise(bounds):
             os.closerange(last + 1, following)
         _take_environment(dict(env))
-        _take_signals()
         _take_streams()
         subprocess.Popen = ForkedPopen  # type: ignore[misc]
         sys.argv = [module, *arguments]

@@ -249,7 +249,7 @@ class WeightsConfig(Section):
 
     deltas: bool = False
     """Offer each version also as its difference from the one before, where that is less than half of it; a
-    server that has that one, or one before it, reads the differences alone. Pays on slow links, with weights
+    server that has that one, or one before it, reads the differences alone. Pays on most networks, with weights
     published in bfloat16 and small learning rates. The trainer's setting; servers take what is offered."""
 
     def problems(self) -> Iterator[str]:

@@ -78,7 +78,6 @@ class EngineThread:
         """Whether weights are being loaded; nothing is sampled meanwhile."""
         self.busy_s = 0.0
         self.failure: BaseException | None = None
-        self.stopped = False
 
     def start(self) -> None:
         self._thread.start()
@@ -285,7 +284,6 @@ class EngineThread:
         for last in (self._engine.abandon_all, self._close_books, self._close_sink):
             self._attempt(last)
         self._refuse_commands()
-        self.stopped = True
 
     def _attempt(self, work: Callable[[], object]) -> None:
         """Runs `work` and catches whatever it raises; the first failure takes the server down."""

@@ -9,9 +9,11 @@ asks without an end, is cut off, so that connections and memory are bounded by w
 """
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import FrameType
 
 import msgspec
 import uvicorn
@@ -22,6 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pellucid.ending import SILENCE_S, say
 from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.guard import answers_to, is_foreign, is_loopback, shows_key
 from pellucid.inference.client import SERVER_ID_HEADER, Access, ErrorBody, ErrorResponse
@@ -202,6 +205,24 @@ def web_config(app: ASGIApp, protocol: type[PunctualProtocol] = PunctualProtocol
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_ANSWERS_S,
     )
+
+
+class EndingServer(uvicorn.Server):
+    """Ends at SIGTERM or Ctrl-C, which may come before it serves, and reports that to the launcher.
+
+    A handler that raises would not do: where Python is just deleting an object, it drops the exception, and
+    the process would go on.
+    """
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle_exit)  # uvicorn raises the signal once more when it has ended
+        super().run(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            say("ending its requests", at_stake="the tokens of these", silence_s=LAST_ANSWERS_S + SILENCE_S)
+        super().handle_exit(sig, frame)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -21,19 +21,16 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
 import torch
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -48,7 +45,7 @@ from pellucid.data.images import load_image_processor, tensors_of
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.spans import SpanLog
 from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
-from pellucid.ending import SILENCE_S, say, say_failure, working
+from pellucid.ending import say_failure, working
 from pellucid.errors import InferenceError, TransportError
 from pellucid.guard import server_key
 from pellucid.inference.client import (
@@ -68,8 +65,8 @@ from pellucid.inference.client import (
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread, name_error
 from pellucid.inference.entrance import (
-    LAST_ANSWERS_S,
     ClientGoneError,
+    EndingServer,
     Entrance,
     Intake,
     RequestError,
@@ -432,8 +429,7 @@ def _choice(completion: Completion, compact: bool) -> Choice:
 def run_inference(config: InferenceRunConfig) -> None:
     """Serves until SIGTERM or Ctrl-C, which is a successful end.
 
-    uvicorn raises the signal that stopped it once more at its end. A signal that comes before it serves ends
-    the process at once.
+    One that comes before the engine is there ends the process at once.
     """
     settings = config.inference
     config.check_addresses()
@@ -477,9 +473,7 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
         puller=open_puller(config, name),
     )
     logger.info("serving %s on http://%s:%d", config.model.name, settings.host, settings.port)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: None if thread.stopped else sys.exit(128 + number))
-    _EndingServer(web_config(server.app())).run(sockets=[listener])
+    EndingServer(web_config(server.app())).run(sockets=[listener])
     if failures:
         if isinstance(failures[0], OSError):
             raise failures[0]  # the CLI explains a full disk
@@ -492,14 +486,6 @@ def open_puller(config: InferenceRunConfig, name: str) -> WeightsPuller | None:
         return None
     offer = open_offer_client(config.weights, config.output_dir, config.inference.key_file)
     return WeightsPuller(offer, config.weights.cache(config.output_dir, name))
-
-
-class _EndingServer(uvicorn.Server):
-    """Reports to the launcher that it is ending as soon as a signal arrives."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        say("ending its requests", at_stake="the tokens of these", silence_s=LAST_ANSWERS_S + SILENCE_S)
-        super().handle_exit(sig, frame)
 
 
 def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any]:

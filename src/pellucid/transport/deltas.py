@@ -16,9 +16,8 @@ In bfloat16 an update of 1e-6 leaves most elements as they were. Per tensor with
 """
 
 import logging
-import mmap
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 
 import msgspec
@@ -88,9 +87,10 @@ def _difference(old: Path, new: Path, changed: set[str]) -> bytes | None:
     num_bytes = 0
     with old.open("rb") as before, new.open("rb") as after:
         tensors = tensors_of(read_head(after))
+        rooms = _room(tensors), _room(tensors)
         for name in sorted(tensors.keys() & changed):
-            about = tensors[name]
-            found = encode(*(_words(each.read(about.seek(each)), about) for each in (before, after)))
+            both = zip((before, after), rooms, strict=True)
+            found = encode(*(_read(each, tensors[name], room) for each, room in both))
             num_bytes += sum(each.nbytes for each in found)
             if num_bytes > 4 * largest:
                 return None
@@ -99,10 +99,17 @@ def _difference(old: Path, new: Path, changed: set[str]) -> bytes | None:
     return payload if len(payload) <= largest else None
 
 
-def _words(data: bytes | mmap.mmap, tensor: TensorBytes, start: int = 0) -> Words:
-    """Returns a view of a tensor's elements as unsigned numbers."""
-    size = tensor.itemsize
-    return np.frombuffer(data, np.dtype(f"<u{size}"), (tensor.stop - tensor.start) // size, start)
+def _room(tensors: Mapping[str, TensorBytes]) -> Bytes:
+    """Memory for the largest tensor: new memory for each would cost as much time as reading it."""
+    return np.empty(max((each.stop - each.start for each in tensors.values()), default=0), np.uint8)
+
+
+def _read(file: BufferedReader, tensor: TensorBytes, room: Bytes) -> Words:
+    """Reads a tensor into `room`, and returns its elements there as unsigned numbers."""
+    data = room[: tensor.seek(file)]
+    if file.readinto(data.data) < len(data):
+        raise ValueError(f"{file.name} ends within a tensor")
+    return data.view(f"<u{tensor.itemsize}")
 
 
 def encode(old: Words, new: Words) -> tuple[Bytes, Bytes]:
@@ -133,21 +140,25 @@ def apply_deltas(base: Path, payloads: Sequence[bytes], target: Path) -> None:
 
     Raises TransportError if they are none. What it writes has to be held to the digests of the version.
     """
-    shutil.copyfile(base, target)
-    with target.open("r+b") as file:
-        head = read_head(file)
+    with base.open("rb") as old, target.open("wb") as new:
+        head = read_head(old)
         tensors = tensors_of(head)
-        with mmap.mmap(file.fileno(), 0) as whole:
-            for payload in payloads:
-                try:
-                    if zstandard.frame_content_size(payload) > 4 * len(whole):
-                        raise ValueError("it is larger than any difference")
-                    parts = load(zstandard.decompress(payload))
-                    for part in parts:
-                        name, _, kind = part.rpartition(".")
-                        if kind == "gaps":
-                            words = _words(whole, tensors[name], len(head) + tensors[name].start)
-                            decode(words, parts[part], parts[f"{name}.changes"])
-                            del words  # the map can be closed again
-                except (zstandard.ZstdError, SafetensorError, KeyError, ValueError) as error:
-                    raise TransportError(f"the difference from {base.parent} is damaged: {error}") from error
+        room = _room(tensors)
+        new.write(head)
+        try:
+            differences = [_decompress(payload, base) for payload in payloads]
+            for name, about in sorted(tensors.items(), key=lambda item: item[1].start):
+                words = _read(old, about, room)
+                for parts in differences:
+                    if f"{name}.gaps" in parts:
+                        decode(words, parts[f"{name}.gaps"], parts[f"{name}.changes"])
+                new.write(words.data)
+        except (zstandard.ZstdError, SafetensorError, KeyError, ValueError) as error:
+            raise TransportError(f"the difference from {base.parent} is damaged: {error}") from error
+
+
+def _decompress(payload: bytes, base: Path) -> dict[str, Bytes]:
+    if zstandard.frame_content_size(payload) > 4 * base.stat().st_size:
+        raise ValueError("it is larger than any difference")
+    parts: dict[str, Bytes] = load(zstandard.decompress(payload))
+    return parts

@@ -6,7 +6,8 @@
 - A broken connection, a trainer that is started again, or this process itself: whatever ends a transfer, the
   next one asks for the rest. It is given up only after `patience_s` without a new byte.
 - A wrong byte is named by its tensor, with both digests; the file is then fetched anew.
-- A version that an earlier process left is held by its digests once, and fetched anew if it is damaged.
+- A version that an earlier process left is held by its digests once, and fetched anew if it is damaged: by a
+  power failure, say, since nothing here is synced to the disk.
 - Two versions stay, the newest and the one before. A version that comes as its difference from one of them is
   made from that, also over several versions, and held by the same digests; else it is read whole.
 """
@@ -26,7 +27,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pellucid.config.shared import WeightsConfig
-from pellucid.data.files import append_whole, step_folders, sync, sync_tree, writing
+from pellucid.data.files import append_whole, step_folders, writing
 from pellucid.errors import DiskError, TransportError
 from pellucid.guard import weights_key
 from pellucid.transport.deltas import apply_deltas
@@ -204,12 +205,10 @@ class WeightsPuller:
                 self._fetch_files(version, digests, partial)
             with writing(folder):
                 (partial / DIGESTS).write_bytes(content)
-                sync_tree(partial)
                 (partial / MARKER).touch()
                 if folder.exists():
                     retract_folder(folder)
                 partial.rename(folder)
-                sync(self._cache)
             self._sound[version] = content
             self._prune(version)
             return folder
