@@ -38,9 +38,9 @@ from pellucid.transport.weights_transfer import (
     PublishedSource,
     Receiving,
     RefusedTransferError,
-    Session,
     TransferAsk,
     TransferCall,
+    TransferSession,
     WeightsSender,
     why_no_transfer,
 )
@@ -54,7 +54,7 @@ OURS = ["init_weight_transfer_engine", "start_transfer", "receive_published", "f
 class FakeEngine:
     """vLLM's trainer side. The tensors go along with the call, as their digests."""
 
-    def __init__(self, endpoint: Endpoint, session: Session, source: PublishedSource) -> None:
+    def __init__(self, endpoint: Endpoint, session: TransferSession, source: PublishedSource) -> None:
         self._session, self._source = session, source
         session.init_weight_transfer_engine({"world_size": 1 + endpoint.num_workers, "rank_offset": 1})
 
@@ -214,7 +214,7 @@ def asking(answers: list[TransferCall | OSError]) -> tuple[Receiving, list[Trans
 
 def test_an_answer_that_got_lost_is_asked_for_again_and_done_once() -> None:
     """The trainer keeps its calls: the same number of done ones gives the same next one."""
-    session = Session(TransferAsk("s", "nccl", 1))
+    session = TransferSession(TransferAsk("s", "nccl", 1))
     sending = threading.Thread(target=lambda: (session.start_weight_update(), session.end()))
     sending.start()
     first = TransferAsk("s", "nccl", 1)
@@ -318,7 +318,7 @@ def test_workers_do_what_the_trainer_calls_for_and_tensors_that_are_missing_are_
 
 
 def test_handles_of_a_gpus_memory_travel_as_text() -> None:
-    session = Session(TransferAsk("s", "ipc", 1))
+    session = TransferSession(TransferAsk("s", "ipc", 1))
     handle = {"GPU-1": (torch.Tensor, b"\x00\xff", 3)}
     sending = threading.Thread(
         target=session.update_weights, args=({"names": ["a"], "ipc_handles": [handle]},)

@@ -17,7 +17,7 @@ from pellucid.inference.http import HttpInferenceClient
 from pellucid.transport.digests import read_digests
 from pellucid.transport.spool import MARKER
 from pellucid.transport.weights import weights_folder, write_version
-from pellucid.transport.weights_transfer import Session, TensorMeta
+from pellucid.transport.weights_transfer import TensorMeta, TransferSession
 from tests.with_vllm.test_server import changed, rounding, worst_difference
 
 HERE = Path(__file__).parent
@@ -162,7 +162,7 @@ def test_vllm_has_the_interface_that_transfers_use(vllm_python) -> None:
         "shutdown_weight_transfer_engine": ["self"],
     }
     for name, parameters in found["client"].items():
-        code = getattr(Session, name).__code__
+        code = getattr(TransferSession, name).__code__
         assert list(code.co_varnames[: code.co_argcount]) == parameters
     assert found["engine"] == {"send_weights": ["self"], "shutdown": ["self"]}
     assert found["connect"] == ["init_info", "client", "source"]

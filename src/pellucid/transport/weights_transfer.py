@@ -129,10 +129,10 @@ class Endpoint(NamedTuple):
     device: torch.device
 
 
-Connect = Callable[[Endpoint, "Session", PublishedSource], TrainerEngine]
+Connect = Callable[[Endpoint, "TransferSession", PublishedSource], TrainerEngine]
 
 
-def connect_vllm(endpoint: Endpoint, session: "Session", source: PublishedSource) -> TrainerEngine:
+def connect_vllm(endpoint: Endpoint, session: "TransferSession", source: PublishedSource) -> TrainerEngine:
     """Connects vLLM's trainer side with the workers of one server."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -169,7 +169,7 @@ class RefusedTransferError(TransportError):
     """This trainer sends nothing in this way; servers pull."""
 
 
-class Session:
+class TransferSession:
     """One transfer as the trainer sees it; to vLLM it is the server's client (`VLLMWeightSyncClient`)."""
 
     def __init__(self, ask: TransferAsk, patience_s: float = PATIENCE_S) -> None:
@@ -236,7 +236,7 @@ class WeightsSender:
         self._reason_against = why_no_transfer(backend) if reason_against is None else reason_against
         self._turn_s = turn_s
         self._sending = threading.Lock()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, TransferSession] = {}
         if self._reason_against:
             logger.warning(
                 'weights.transfer = "%s" cannot be used by this trainer, so servers pull: %s',
@@ -261,20 +261,20 @@ class WeightsSender:
                 "broken", reason="the trainer knows nothing of it; it may have been restarted"
             )
         metas = PublishedSource(folder, self._device).metadata()
-        session = self._sessions[ask.session] = Session(ask)
+        session = self._sessions[ask.session] = TransferSession(ask)
         threading.Thread(
             target=self._send, args=(session, folder, host), name="transfer", daemon=True
         ).start()
         return TransferCall("wait", shapes={each.name: list(each.shape) for each in metas})
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: TransferSession) -> None:
         """Forgets a transfer that is over, and those whose server has not asked for long."""
         longest = time.monotonic() - 2 * PATIENCE_S
         over = [key for key, each in self._sessions.items() if each is session or each.asked_at < longest]
         for key in over:
             del self._sessions[key]
 
-    def _send(self, session: Session, folder: Path, host: str) -> None:
+    def _send(self, session: TransferSession, folder: Path, host: str) -> None:
         if not self._sending.acquire(timeout=self._turn_s):
             session.end(f"another server's transfer has lasted for {self._turn_s:g} s")
             return
