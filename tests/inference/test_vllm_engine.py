@@ -391,6 +391,20 @@ def test_further_arguments_are_passed_on_unless_they_follow_from_settings() -> N
             engine_args(config(args={name: True}), dtype="float32", on_cpu=False)
 
 
+def test_vllm_prepares_for_transfers_where_they_are_possible() -> None:
+    own = config()
+    weights = own.weights.model_copy(update={"transport": "http", "transfer": "nccl"})
+    sent = own.model_copy(update={"weights": weights})
+    assert "weight_transfer_config" not in engine_args(sent, dtype="bfloat16", on_cpu=False)
+    args = engine_args(sent, dtype="bfloat16", on_cpu=False, is_sent=True)
+    assert args["weight_transfer_config"] == {"backend": "nccl"}
+
+
+def test_the_slots_of_a_server_are_divided_among_its_ranks() -> None:
+    args = engine_args(config(data_parallel_size=5), dtype="bfloat16", on_cpu=False)
+    assert args["max_num_seqs"] == 5 + 8, "24 in all, and a rank may have one more than its share"
+
+
 def test_without_vllm_it_says_how_to_get_it() -> None:
     with pytest.raises(ConfigError, match="vLLM is not installed here; `make vllm` makes an environment"):
         open_engine(config(), tokenizer=None)

@@ -18,7 +18,7 @@ from pellucid.inference.client import SamplingParams
 from pellucid.model import RouterShape
 from pellucid.model.load import default_device, resolve_dtype
 from pellucid.transport.weights import check_adapter, check_weights, is_adapter, require_shapes
-from pellucid.transport.weights_transfer import Receiving
+from pellucid.transport.weights_transfer import Receiving, why_no_transfer
 
 WORKER = "pellucid.inference.vllm_worker.PublishedWeights"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -36,8 +36,10 @@ def slots_per_rank(settings: InferenceConfig) -> int:
     return -(-settings.max_concurrent // settings.vllm.data_parallel_size)
 
 
-def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
-    """Returns the keyword arguments of vLLM's `EngineArgs`."""
+def engine_args(
+    config: InferenceRunConfig, *, dtype: str, on_cpu: bool, is_sent: bool = False
+) -> dict[str, Any]:
+    """Returns the keyword arguments of vLLM's `EngineArgs`. `is_sent`: the trainer may send weights."""
     settings, vllm = config.inference, config.inference.vllm
     cache = vllm.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     own: dict[str, Any] = {
@@ -62,7 +64,7 @@ def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict
     if config.model.lora is not None:
         rank = max_lora_rank(config.model.lora.rank)
         own |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-    if config.weights.transfer != "files":
+    if is_sent:
         own["weight_transfer_config"] = {"backend": config.weights.transfer}
     for name in vllm.args:
         if name in own or name in _FOLLOW:
@@ -177,7 +179,9 @@ class VllmCore:
         """`recorded`: layers whose experts are returned with the tokens. `rank`: which of several this is."""
         device = default_device()
         dtype = str(resolve_dtype(config.model, device)).removeprefix("torch.")
-        args = engine_args(config, dtype=dtype, on_cpu=device.type == "cpu")
+        transfer = config.weights.transfer
+        is_sent = transfer != "files" and not why_no_transfer(transfer)
+        args = engine_args(config, dtype=dtype, on_cpu=device.type == "cpu", is_sent=is_sent)
         if device.type == "cpu" and args["enforce_eager"]:
             torch._dynamo.config.disable = True  # vLLM compiles parts of its sampler even so: 40 s
         # On a CPU, vLLM binds threads to cores, which others need, too.
@@ -185,7 +189,7 @@ class VllmCore:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if config.weights.transfer == "ipc":
+        if transfer == "ipc":
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles come pickled, from the trainer
         if recorded is not None:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one returns no experts

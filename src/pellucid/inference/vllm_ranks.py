@@ -15,10 +15,13 @@
 
 import atexit
 import multiprocessing
+import os
 import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -259,7 +262,15 @@ def _run_rank(
     """Main function of a rank's process: the server's process says when it ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     serve_rank(connection, lambda: VllmCore(config, shapes, recorded, rank))
+
+
+def _end_with_parent() -> None:
+    """Ends this process once the server's is gone, even while it loads, or waits for another rank."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def serve_rank(connection: Connection, open_core: Callable[[], Core]) -> None:
@@ -284,7 +295,8 @@ def serve_rank(connection: Connection, open_core: Callable[[], Core]) -> None:
             connection.send(Reply(num_loads, digests, result))
     except Exception as error:
         reason = str(error) if isinstance(error, PellucidError) else f"{type(error).__name__}: {error}"
-        connection.send(Reply(num_loads, None, None, reason))
+        with suppress(OSError):  # the server is gone
+            connection.send(Reply(num_loads, None, None, reason))
 
 
 def _free_port() -> int:
