@@ -116,7 +116,7 @@ class RankWeights(NamedTuple):
 
     rank: int
     digests: dict[str, str]
-    """Of the published tensors that its workers were handed last; see `Core.digests`."""
+    """Those of the published tensors that its workers were handed last; see `Core.digests`."""
 
 
 class RankLoad(NamedTuple):
@@ -333,7 +333,7 @@ _OWN = {
     "update_weights": "receive_published",
     "finish_weight_update": "finish_transfer",
 }
-"""What a worker does at a call of vLLM's protocol, where it is more than that; see `vllm_worker`."""
+"""Methods of `vllm_worker` for calls of vLLM's protocol that take more than vLLM does."""
 
 
 def received(

@@ -59,7 +59,7 @@ class Reply(NamedTuple):
     """Loads of weights that the rank has done."""
 
     digests: dict[str, str] | None
-    """What it serves; None if that has not changed since its last reply."""
+    """Those of what it serves; None if that has not changed since its last reply."""
 
     result: Any
     error: str = ""

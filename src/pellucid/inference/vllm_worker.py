@@ -1,4 +1,4 @@
-"""What vLLM's workers do beyond vLLM: load published weights, and digest each tensor as it is handed over.
+"""Methods of vLLM's workers beyond vLLM's: they load published weights, and digest each tensor on its way.
 
 vLLM adds the methods of `PublishedWeights` to its worker, in whichever process that runs. The tensors come
 from a file that each worker reads, or through vLLM's weight-transfer engine (`transport.weights_transfer`).

@@ -85,7 +85,7 @@ class TransferCall(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: dict[str, Any] = {}
     reason: str = ""
     shapes: dict[str, list[int]] = {}
-    """Of all tensors that will come, with the first answer."""
+    """Shapes of all tensors that will come, with the first answer."""
 
 
 class TensorMeta(NamedTuple):
