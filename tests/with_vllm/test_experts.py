@@ -22,7 +22,6 @@ from tolerance import near_logprobs
 ENV = Account("run", "env")
 PROMPT = list(range(5, 45))
 RECORD = "--inference.record-experts"
-EXPERT_PARALLEL = '{"enable_expert_parallel": true}'
 
 
 async def sampled(client, version):
@@ -48,7 +47,7 @@ def check(policy, answers, *, is_recorded):
 
 
 def sample_under_three_versions(
-    vllm_server, model: Path, folder: Path, env=None, *flags: str, is_recorded=False
+    vllm_server, model: Path, folder: Path, env=None, *, is_recorded=False
 ) -> None:
     before, after = (load_policy(ModelConfig(name=str(model))) for _ in range(2))
     torch.manual_seed(0)
@@ -70,20 +69,12 @@ def sample_under_three_versions(
         finally:
             await client.close()
 
-    with vllm_server(folder, *flags, *([RECORD] if is_recorded else []), model=model, env=env) as url:
+    with vllm_server(folder, *([RECORD] if is_recorded else []), model=model, env=env) as url:
         asyncio.run(ask(url))
 
 
 def test_experts_take_new_weights(vllm_server, vllm_moe: Path, tmp_path: Path) -> None:
     sample_under_three_versions(vllm_server, vllm_moe, tmp_path)
-
-
-def test_ranks_that_share_experts_compute_together(
-    vllm_server, vllm_moe: Path, rehearsed, tmp_path: Path
-) -> None:
-    """One rank samples at a time, and the other computes its experts' part; all get the new weights."""
-    flags = ("--inference.vllm.data-parallel-size", "2", "--inference.vllm.args", EXPERT_PARALLEL)
-    sample_under_three_versions(vllm_server, vllm_moe, tmp_path, rehearsed, *flags)
 
 
 def test_other_kinds_of_experts_take_new_weights(vllm_server, other_vllm_moe: Path, tmp_path: Path) -> None:

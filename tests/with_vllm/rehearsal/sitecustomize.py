@@ -1,7 +1,6 @@
 """What takes the place of GPUs in a Python that starts with this folder on its path; the rest is vLLM's own.
 
 - NCCL: the tensors go through the store in which vLLM's own process group meets, one by one, not packed.
-- The exchange of tokens between ranks with experts, which vLLM's CPU build lacks: by gloo.
 - `weights_transfer.why_no_transfer` finds nothing missing.
 """
 
@@ -61,44 +60,10 @@ def nccl_engine(module):
     module.packed_nccl_broadcast_consumer = consume
 
 
-def cpu_communicator(module):
-    import torch
-    from torch import distributed as dist
-
-    def gather(self, tensor, sizes):
-        padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
-        padded[: len(tensor)] = tensor
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self.device_group)
-        return torch.cat([each[:size] for each, size in zip(found, sizes, strict=True)])
-
-    def all_gatherv(self, given, dim=0, sizes=None):
-        assert dim == 0
-        if not isinstance(given, list):
-            return gather(self, given, sizes or [len(given)] * self.world_size)
-        return [gather(self, each, sizes or [len(each)] * self.world_size) for each in given]
-
-    def reduce_scatterv(self, given, dim=-1, sizes=None):
-        assert dim == 0
-        total = given.clone()
-        dist.all_reduce(total, group=self.device_group)
-        return total.split(sizes or [len(given) // self.world_size] * self.world_size)[
-            self.rank_in_group
-        ].clone()
-
-    def reduce_scatterv_into_output(self, given, output, dim=-1, sizes=None):
-        return output.copy_(reduce_scatterv(self, given, dim, sizes))
-
-    communicator = module.CpuCommunicator
-    communicator.all_gatherv, communicator.reduce_scatterv = all_gatherv, reduce_scatterv
-    communicator.reduce_scatterv_into_output = reduce_scatterv_into_output
-
-
 CHANGED = {
     "pellucid.transport.weights_transfer": transfer,
     "vllm.distributed.weight_transfer.nccl_common": nccl_common,
     "vllm.distributed.weight_transfer.nccl_engine": nccl_engine,
-    "vllm.distributed.device_communicators.cpu_communicator": cpu_communicator,
 }
 
 
