@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import itertools
+import json
 import math
 import random
 import shutil
@@ -19,6 +21,7 @@ from pellucid.inference.client import (
     BusyError,
     Expected,
     Health,
+    RankWeightsReport,
     SamplingParams,
     ServedWeightsReport,
     UnreachableError,
@@ -476,6 +479,129 @@ def test_a_server_with_other_weights_than_were_published_ends_the_run(tmp_path) 
         ):
             await watching
         asking.cancel()
+        await pool.close()
+
+    asyncio.run(main())
+
+
+class Ranked(Server):
+    """Two ranks behind one address, of which the second may serve something else, or another version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_second: dict[str, str] = {}
+        self.versions_behind = 0
+
+    async def served_weights(self) -> ServedWeightsReport | None:
+        report = await super().served_weights()
+        version = report.policy_version
+        ranks = [
+            RankWeightsReport(0, version, report.digests),
+            RankWeightsReport(1, version - self.versions_behind, {**report.digests, **self.of_second}),
+        ]
+        return ServedWeightsReport(version, report.run, report.digests, as_read=True, ranks=ranks)
+
+
+def test_each_rank_of_a_server_has_a_line_in_the_book_of_weights(tmp_path) -> None:
+    async def main() -> None:
+        book = WeightsBook(tmp_path / WEIGHTS_BOOK)
+        pool = await ready(Ranked(), weights_book=book)
+        await pool.update_weights(1, publish(tmp_path / "w1", a="F32-0a", b="F32-0b"))
+        assert book.metrics()["weights/verified_as_read"] == 1
+        await pool.close()
+
+    asyncio.run(main())
+    entries = [json.loads(line) for line in (tmp_path / WEIGHTS_BOOK).read_text().splitlines()]
+    assert entries == [
+        {"version": 1, "server": "s0", "published": 2, "as_read": 2, "rank": rank} for rank in (0, 1)
+    ]
+    assert read_weights_book(tmp_path).servers == ["s0"]
+
+
+def test_a_rank_with_other_weights_than_were_published_ends_the_run_by_its_name(tmp_path) -> None:
+    async def main() -> None:
+        server = Ranked()
+        pool = await ready(server, weights_book=WeightsBook(tmp_path / WEIGHTS_BOOK))
+        watching = asyncio.create_task(pool.watch())
+        server.of_second = {"b": "F32-77"}
+        asking = asyncio.create_task(pool.update_weights(1, publish(tmp_path / "w1", a="F32-0a", b="F32-0b")))
+        with pytest.raises(
+            WeightsError, match=r"s0 \(rank 1\) serves other weights .* b has digest F32-77 there"
+        ):
+            await watching
+        asking.cancel()
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_with_a_rank_that_is_behind_gets_no_work(tmp_path) -> None:
+    async def main() -> None:
+        server = Ranked()
+        pool = await ready(server)
+        server.versions_behind = 1
+        updating = asyncio.create_task(pool.update_weights(3, publish(tmp_path / "w3", a="F32-0a")))
+        while not server.updates:
+            await asyncio.sleep(0.01)
+        asking = asyncio.create_task(ask(pool, "g0-r0"))
+        while len(server.updates) < 3:
+            await asyncio.sleep(0.01)
+        assert not updating.done() and server.asked == []
+        assert "serves policy version 2 and 3" in pool._reasons()
+        server.versions_behind = 0
+        await updating
+        assert versions(await asking) == {3}
+        await pool.close()
+
+    asyncio.run(main())
+
+
+class Balanced:
+    """One address before several servers, which answer by turns."""
+
+    def __init__(self, *servers: Server) -> None:
+        self._turns = itertools.cycle(servers)
+        self._latest = servers[0]
+
+    @property
+    def server_id(self) -> str:
+        return self._latest.server_id
+
+    def __getattr__(self, name: str) -> Any:
+        self._latest = next(self._turns)
+        return getattr(self._latest, name)
+
+
+@pytest.mark.parametrize("num_servers", [2, 3])
+def test_an_address_that_leads_to_several_servers_is_refused_with_the_remedy(tmp_path, num_servers) -> None:
+    """A load balancer: new weights would reach one of the servers behind it."""
+
+    async def main() -> None:
+        pool = pool_of(Balanced(*(Server() for _ in range(num_servers))))
+        with pytest.raises(
+            ConfigError, match=r"s0 leads to several servers by turns .* each in inference.servers"
+        ):
+            await pool.wait_until_ready()
+            updating = asyncio.create_task(pool.update_weights(1, publish(tmp_path / "w1", a="F32-0a")))
+            try:
+                await pool.watch()
+            finally:
+                updating.cancel()
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_started_again_and_again_is_not_taken_for_several(tmp_path) -> None:
+    async def main() -> None:
+        server = Server()
+        pool = await ready(server)
+        await pool.update_weights(1, publish(tmp_path / "w1", a="F32-0a"))
+        for number in range(3):
+            server.restart()
+            assert versions(await ask(pool, f"g{number}-r0")) <= {0, 1}
+            while server.policy_version != 1:
+                await asyncio.sleep(0.01)
         await pool.close()
 
     asyncio.run(main())

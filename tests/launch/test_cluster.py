@@ -242,8 +242,11 @@ def test_a_machine_with_more_gpus_than_a_server_needs_has_several_servers(tmp_pa
     assert f"t0 pellucid orchestrator --inference.servers [{addresses}]{at}" in calls
 
 
-def test_pods_have_a_server_each_with_its_gpus(tmp_path) -> None:
-    inference = {"backend": "vllm", "vllm": {"tensor_parallel_size": 4}}
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (1, 4)])
+def test_pods_have_a_server_each_with_its_gpus(tmp_path, sizes) -> None:
+    size, num_ranks = sizes
+    vllm = {"tensor_parallel_size": size, "data_parallel_size": num_ranks}
+    inference = {"backend": "vllm", "vllm": vllm}
     _, manifest = write_files(config(tmp_path / "files", "kubernetes", inference=inference))
     found = objects(manifest)
     servers = found["StatefulSet", "demo-inference"]["spec"]
@@ -262,6 +265,11 @@ def test_pods_have_a_server_each_with_its_gpus(tmp_path) -> None:
         (
             {"inference": {"backend": "vllm", "vllm": {"tensor_parallel_size": 16}}},
             "inference.vllm.tensor_parallel_size = 16 exceeds cluster.gpus_per_node = 8",
+        ),
+        (
+            {"inference": {"backend": "vllm", "vllm": {"tensor_parallel_size": 4, "data_parallel_size": 4}}},
+            "inference.vllm.tensor_parallel_size = 4 × inference.vllm.data_parallel_size = 4 exceeds "
+            "cluster.gpus_per_node = 8",
         ),
     ],
 )

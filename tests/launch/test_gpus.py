@@ -26,8 +26,8 @@ def config(folder="outputs/demo", **changes) -> RLConfig:
     return RLConfig.model_validate({**values, **changes})
 
 
-def vllm(size: int) -> dict:
-    return {"backend": "vllm", "vllm": {"tensor_parallel_size": size}}
+def vllm(size: int, num_ranks: int = 1) -> dict:
+    return {"backend": "vllm", "vllm": {"tensor_parallel_size": size, "data_parallel_size": num_ranks}}
 
 
 TEACHER = {"env": [{"id": "reverse-text"}], "teacher": {"mode": "opd", "model": "some/teacher"}}
@@ -80,6 +80,7 @@ def test_gpus_are_counted_by_what_the_driver_lists(tmp_path, monkeypatch) -> Non
         ({"trainer": {"num_processes": 2}}, "01", list("234567"), "", ""),
         ({"inference": vllm(2), "gpus": {"trainer": 4}}, "0123", ["45", "67"], "", ""),
         ({"inference": vllm(4), "gpus": {"trainer": 3}}, "012", ["3456"], "", "7"),
+        ({"inference": vllm(2, 2), "gpus": {"trainer": 4}}, "0123", ["4567"], "", ""),
         ({"trainer": {"model": {"cp": 2, "dp_replicate": 2}}}, "0123", list("4567"), "", ""),
         ({"trainer": {"model": {"cp": 4}}, "gpus": {"inference": 2}}, "0123", ["4", "5"], "", "67"),
         ({"orchestrator": TEACHER}, "0123", ["4", "5", "6"], "7", ""),

@@ -180,6 +180,16 @@ def test_a_server_that_is_too_small_needs_more_gpus(llama) -> None:
     assert (remedies[-1].key, remedies[-1].value) == ("inference.vllm.tensor_parallel_size", 2)
 
 
+def test_ranks_of_a_server_are_planned_like_as_many_servers(llama) -> None:
+    """A server of four GPUs with two ranks of 128 sequences, and two servers of two GPUs with 128 each."""
+    divided = {"gpus": {"total": 8, "trainer": 4, "inference": 4}, "gpu": "h100"}
+    one = {**PAIRS, "max_concurrent": 256, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}}
+    ranks = plan(config(inference=one, **divided), llama)
+    servers = plan(config(inference={**PAIRS, "max_concurrent": 128}, **divided), llama)
+    assert (ranks.num_servers, servers.num_servers) == (1, 2)
+    assert (ranks.serving, ranks.sampling_s) == (servers.serving, servers.sampling_s)
+
+
 def test_gpus_of_another_kind_need_their_figures() -> None:
     with pytest.raises(
         ValueError, match="gpu = 'mine' is not known; choose one of a100-40, .* gpu_memory_gb"

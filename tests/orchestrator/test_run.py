@@ -22,7 +22,7 @@ from pellucid.config import FilterConfig, OrchestratorRunConfig
 from pellucid.config.orchestrator import OPTIONAL_ROLLOUT_FIELDS, ROLLOUT_FIELDS
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.errors import ConfigError, DataError, InferenceError, RolloutError, UserCodeError
-from pellucid.inference.client import Account, Expected, SamplingParams
+from pellucid.inference.client import Account, Expected, SamplingParams, group_of_request
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
 from pellucid.launch.run_folder import has_begun
@@ -46,7 +46,6 @@ from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.group import prepare_evaluation
 from pellucid.orchestrator.records import BatchProgress, progress_path, sample_line, shorten, step_line
 from pellucid.orchestrator.servers import run_identity
-from pellucid.orchestrator.session import group_of_request
 from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.orchestrator.tasks import RateLimit
 from pellucid.orchestrator.verdict import FilterInputs, Verdict, load_filter

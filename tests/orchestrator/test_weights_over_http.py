@@ -18,13 +18,12 @@ from pellucid.config import ModelConfig
 from pellucid.data.tokenizer import fingerprint, load_tokenizer
 from pellucid.errors import ConfigError
 from pellucid.guard import weights_key
-from pellucid.inference.client import Account, Expected, SamplingParams
+from pellucid.inference.client import Account, Expected, SamplingParams, group_of_request
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.inference.pool import ServerPool
 from pellucid.ledger.weights import WEIGHTS_BOOK, WeightsBook, read_weights_book
 from pellucid.model import Policy, load_policy
 from pellucid.orchestrator.servers import LAST_WORD_S, OfferedVersionsList, follow_weights
-from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import retract_folder, stable_steps
 from pellucid.transport.digests import DIGESTS, PublishedDigests, read_digests, write_digests
 from pellucid.transport.weights import publish_version, weights_folder, write_version

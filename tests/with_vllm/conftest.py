@@ -124,6 +124,13 @@ def interpreted(tmp_path: Path) -> Mapping[str, str]:
 
 
 @pytest.fixture(scope="session")
+def rehearsed() -> Mapping[str, str]:
+    """Environment of a process in which something takes the place of GPUs; see `rehearsal`."""
+    folder = Path(__file__).parent / "rehearsal"
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))}
+
+
+@pytest.fixture(scope="session")
 def vllm_server(vllm_python: str, vllm_model: Path) -> Callable[..., AbstractContextManager[str]]:
     """`with vllm_server(folder, *flags) as url`."""
 

@@ -17,7 +17,9 @@ from pellucid.guard import server_key
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.ledger import read_journal
+from pellucid.metrics import read_metrics
 from pellucid.model import Adapters, load_policy, packed_layout
+from pellucid.transport.digests import read_digests
 from pellucid.transport.weights import ServedWeights, weights_folder, write_adapter, write_version
 from tolerance import logprob_bound, near_logprobs
 
@@ -164,6 +166,39 @@ def test_serves_what_the_trainer_publishes(vllm_server, vllm_model, tmp_path, nu
         counts["delivered"] == counts["sampled"] > 7 * sum(range(4, 24)) + 250 + 30
         and not counts["cancelled"]
     )
+
+
+async def ranks_are_told_apart(client, model, tmp_path) -> None:
+    """Two groups of eight, a rank each; both ranks serve what was published."""
+    before = {each.rank: each.sampled_tokens for each in (await client.health()).ranks}
+    asked = [(f"demo/g{group}/g{group}-r{member}/0", group) for group in (1, 2) for member in range(4)]
+    await asyncio.gather(
+        *(
+            client.generate([9 + group] * 40, SamplingParams(max_tokens=5 * group), ENV, name)
+            for name, group in asked
+        )
+    )
+    health = await client.health()
+    assert [(each.rank, each.policy_version, each.running) for each in health.ranks] == [(0, 4, 0), (1, 4, 0)]
+    assert sorted(each.sampled_tokens - before[each.rank] for each in health.ranks) == [20, 40]
+    report = await client.served_weights()
+    published = read_digests(weights_folder(tmp_path, 4)).tensors
+    assert [(each.rank, each.policy_version) for each in report.ranks] == [(0, 4), (1, 4)]
+    assert report.digests == report.ranks[0].digests == report.ranks[1].digests == published
+
+
+def test_ranks_behind_one_address_serve_what_the_trainer_publishes(vllm_server, vllm_model, tmp_path) -> None:
+    async def ask(url: str) -> None:
+        async with connected(url, tmp_path) as client:
+            await weights_change(client, vllm_model, tmp_path)
+            await bad_weights_change_nothing(client, vllm_model, tmp_path)
+            await running_requests_go_on(client, vllm_model, tmp_path)
+            await ranks_are_told_apart(client, vllm_model, tmp_path)
+
+    with vllm_server(tmp_path, "--inference.vllm.data-parallel-size", "2") as url:
+        asyncio.run(ask(url))
+    (last,) = list(read_metrics(tmp_path / "metrics" / "inference.jsonl"))[-1:]
+    assert last["rank/0/sampled_tokens"] > 0 < last["rank/1/sampled_tokens"]
 
 
 def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_path) -> None:

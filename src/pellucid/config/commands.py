@@ -250,11 +250,35 @@ class InferenceRunConfig(RunConfig):
     weights: WeightsConfig = WeightsConfig()
     """How weights arrive."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from _transfer_problems(self.weights, self.inference, self.model)
+
     def check_addresses(self) -> None:
         """Raises ConfigError if a server on its own is not told where to listen, or where the trainer is."""
         self.weights.check_address()
         if self.inference.port == 0:
             raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
+
+
+def _transfer_problems(
+    weights: WeightsConfig, inference: InferenceConfig, model: ModelConfig
+) -> Iterator[str]:
+    transfer = f'weights.transfer = "{weights.transfer}"'
+    if weights.transfer == "files":
+        return
+    if inference.backend != "vllm":
+        yield (
+            f'{transfer} is for vLLM, and inference.backend = "{inference.backend}"; leave it out, or set '
+            'inference.backend = "vllm"'
+        )
+    if model.lora is not None:
+        yield f"{transfer} with [model.lora]: vLLM reads adapters from files; leave one of them out"
+    if weights.transfer == "ipc" and inference.gpus_per_server > 1:
+        yield (
+            f"{transfer} is for one GPU that trainer and server share, and a server has "
+            f'{inference.server_size}; set weights.transfer = "nccl"'
+        )
 
 
 class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
@@ -267,6 +291,7 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         yield from super().problems()
         yield from _no_fake_data(self.trainer, "rl trains on what its orchestrator sends")
         yield from self._gpu_problems()
+        yield from _transfer_problems(self.weights, self.inference, self.model)
         if self.trainer.many_runs is not None:
             yield "trainer.many_runs is for `pellucid trainer`, which runs join by trainer.join; leave it out"
         keep, ahead = self.trainer.keep_weights, self.max_async_level
@@ -326,8 +351,8 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
             )
         if gpus.inference is not None and gpus.inference % size:
             yield (
-                f"gpus.inference = {gpus.inference} is no multiple of "
-                f"inference.vllm.tensor_parallel_size = {size}, the GPUs of one server; change one of them"
+                f"gpus.inference = {gpus.inference} is no multiple of {self.inference.server_size}, the GPUs "
+                "of one server; change one of them"
             )
         if gpus.teacher is not None and not self.serves_teacher:
             yield (
@@ -337,7 +362,7 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         if gpus.teacher is not None and gpus.teacher != size:
             yield (
                 f"gpus.teacher = {gpus.teacher}, but the teacher has one server, on "
-                f"inference.vllm.tensor_parallel_size = {size} GPU(s); set it to {size} or leave it out"
+                f"{self.inference.server_size} GPU(s); set it to {size} or leave it out"
             )
 
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:

@@ -69,6 +69,11 @@ class VllmConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that one copy of the model is spread over."""
 
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Ranks of one server: engines with `tensor_parallel_size` GPUs each, behind one address. With experts
+    they compute together (`args = { enable_expert_parallel = true }` divides the experts among them); those
+    of a dense model are copies. A group stays on one rank, and `max_concurrent` is divided among them."""
+
     enforce_eager: bool | None = None
     """Compile nothing and capture no graphs: a quick start, slower decoding. Default: on a CPU only."""
 
@@ -156,9 +161,24 @@ class InferenceConfig(Section):
             )
 
     @property
-    def gpus_per_server(self) -> int:
-        """GPUs that one server needs where there are some."""
+    def gpus_per_rank(self) -> int:
+        """GPUs that one engine of a server needs where there are some."""
         return self.vllm.tensor_parallel_size if self.backend == "vllm" else 1
+
+    @property
+    def ranks_per_server(self) -> int:
+        return self.vllm.data_parallel_size if self.backend == "vllm" else 1
+
+    @property
+    def gpus_per_server(self) -> int:
+        return self.gpus_per_rank * self.ranks_per_server
+
+    @property
+    def server_size(self) -> str:
+        """The settings that make `gpus_per_server`, for messages."""
+        size = f"inference.vllm.tensor_parallel_size = {self.gpus_per_rank}"
+        ranks = self.ranks_per_server
+        return size if ranks == 1 else f"{size} × inference.vllm.data_parallel_size = {ranks}"
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -227,6 +247,12 @@ class WeightsConfig(Section):
     """`filesystem`: folders below the run folder, which all parts see; `http`: the trainer listens, and the
     others read from it into folders of their own; `object-store`: by way of `store`."""
 
+    transfer: Literal["files", "nccl", "ipc"] = "files"
+    """How servers with vLLM get the tensors of a version, with `transport = "http"`. `files`: they read it,
+    while they sample on. `nccl`, `ipc`: from the trainer's GPU, by vLLM's own weight-transfer engine, which
+    needs vLLM beside the trainer, too; `ipc` where one GPU is shared by all. Where it cannot be done the
+    server reads files, and its log says why."""
+
     store: str | None = None
     """URL of a folder in an object store, for this run alone: `s3://bucket/run`, `gs://…`, what fsspec knows
     with the packages that are installed. Credentials are where these look for them, never in the URL."""
@@ -249,8 +275,8 @@ class WeightsConfig(Section):
 
     deltas: bool = False
     """Offer each version also as its difference from the one before, where that is less than half of it; a
-    server that has that one, or one before it, reads the differences alone. Pays on most networks, with weights
-    published in bfloat16 and small learning rates. The trainer's setting; servers take what is offered."""
+    server that has that one, or one before it, reads the differences alone. Pays on most networks, if weights are
+    published in bfloat16 and learning rates are small. The trainer's setting; servers take what is offered."""
 
     def problems(self) -> Iterator[str]:
         is_served = self.port or self.host != "127.0.0.1"
@@ -258,6 +284,11 @@ class WeightsConfig(Section):
             yield (
                 'weights.host and port are for weights.transport = "http", cache_dir and deltas for "http" '
                 'and "object-store", and the transport is "filesystem"; leave them out or set the transport'
+            )
+        if self.transfer != "files" and self.transport != "http":
+            yield (
+                f'weights.transfer = "{self.transfer}" with weights.transport = "{self.transport}": the '
+                'trainer is asked for it where it listens; set weights.transport = "http", or leave it out'
             )
         if self.transport == "object-store" and is_served:
             yield 'weights.host and port are for weights.transport = "http", not for a store; leave them out'

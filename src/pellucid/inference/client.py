@@ -296,6 +296,21 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     shared_tokens: int = 0
     scored_tokens: int = 0
     busy_s: float = 0.0
+    ranks: "list[RankHealth]" = []
+    """Data-parallel ranks behind this address, where there are several."""
+
+
+class RankHealth(msgspec.Struct, frozen=True):
+    rank: int
+    policy_version: int
+    running: int
+    sampled_tokens: int
+
+
+class RankWeightsReport(msgspec.Struct, frozen=True):
+    rank: int
+    policy_version: int
+    digests: dict[str, str]
 
 
 class ServedWeightsReport(msgspec.Struct, frozen=True):
@@ -308,6 +323,15 @@ class ServedWeightsReport(msgspec.Struct, frozen=True):
 
     as_read: bool = False
     """Whether they are of the tensors that the engine read, because it keeps them in another form."""
+
+    ranks: list[RankWeightsReport] = []
+    """Those of each data-parallel rank, where there are several; `digests` are then those on which all agree,
+    and one that differs."""
+
+
+def group_of_request(request_id: str) -> str:
+    """Returns what the requests of a group share: `demo/g5/g5-r3/0` -> `demo/g5`; "" without an id."""
+    return request_id.rsplit("/", 2)[0]
 
 
 @dataclass(frozen=True, slots=True)

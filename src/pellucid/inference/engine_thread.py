@@ -68,8 +68,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._told_to_stop = False
         self._num_open = 0
-        self._published: int | None = None
-        """Time in ns at which the served weights were published; see `_published_at`."""
+        self._published: int | str | None = None
+        """When the served weights were published, in ns (`_published_at`), or their digest; see `_swap`."""
         self.server_id = journal.process
         """Random id of this process, new at every start."""
         self.run = ""
@@ -205,7 +205,19 @@ class EngineThread:
 
     async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
         """`run`: identity of the run that published `folder`."""
-        await self._call(lambda: self._swap(version, folder, run))
+
+        def swap() -> None:
+            load = partial(self._engine.update_weights, version, folder)
+            self._swap(version, run, _published_at(folder), load)
+
+        await self._call(swap)
+
+    async def receive_weights(self, version: int, digest: str, run: str, receive: Callable[[], None]) -> None:
+        """Has the engine `receive` what the trainer sends; `digest`: that of its `digests.json`."""
+        await self._call(lambda: self._swap(version, run, digest, receive))
+
+    def serves(self, version: int, run: str, digest: str) -> bool:
+        return (version, run, digest) == (self._engine.version, self.run, self._published)
 
     async def served_weights(self) -> ServedWeightsReport:
         """Computes the digests of what is served, between two steps."""
@@ -213,7 +225,11 @@ class EngineThread:
         def report() -> ServedWeightsReport:
             engine = self._engine
             return ServedWeightsReport(
-                engine.version, self.run, engine.served_digests(), as_read=engine.digests_as_read
+                engine.version,
+                self.run,
+                engine.served_digests(),
+                as_read=engine.digests_as_read,
+                ranks=engine.rank_weights(),
             )
 
         return await self._call(report)
@@ -241,18 +257,18 @@ class EngineThread:
         self._commands.put(run)
         return await asyncio.wrap_future(outcome)
 
-    def _swap(self, version: int, folder: Path, run: str) -> None:
+    def _swap(self, version: int, run: str, published: int | str | None, load: Callable[[], None]) -> None:
         """Loads the weights, unless they are served already.
 
-        After a resume, a version can be published again under the same number; its date then differs. If the
-        folder of the served version is gone, the engine keeps serving it.
+        After a resume, a version can be published again under the same number; its date, or digest, then
+        differs. If the folder of the served version is gone (None), the engine keeps serving it.
         """
-        outgoing, published = self._engine.version, _published_at(folder)
+        outgoing = self._engine.version
         if (version, run) != (outgoing, self.run) or published not in (None, self._published):
             self.updating = True
             try:
                 with self._work.loading(version):
-                    self._engine.update_weights(version, folder)
+                    load()
             finally:
                 self.updating = False
             self.run, self._published = run, published
@@ -268,6 +284,9 @@ class EngineThread:
             "shared_tokens": counts.shared_tokens,
             "decode_steps": counts.decode_steps,
             "scored_tokens": counts.scored_tokens,
+            **{
+                f"rank/{each.rank}/sampled_tokens": each.sampled_tokens for each in self._engine.rank_health()
+            },
         }
         values = {name: total - self._reported.get(name, 0) for name, total in done.items()}
         if any(values.values()):
@@ -281,7 +300,7 @@ class EngineThread:
         if self.failure is not None:
             self._attempt(self._engine.abort_all)
         # The books first: a sink may be slow, or hang.
-        for last in (self._engine.abandon_all, self._close_books, self._close_sink):
+        for last in (self._engine.abandon_all, self._close_books, self._close_sink, self._engine.close):
             self._attempt(last)
         self._refuse_commands()
 

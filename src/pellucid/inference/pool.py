@@ -7,6 +7,7 @@
 - A server is alive as long as it gets on: its `/health` answers, and while it has work, what it counts there
   moves; bytes of weights that it reads are no progress of its engine. However long a generation takes, nobody
   interrupts it. A server that does not answer, or stands still, for `hang_s` is hung.
+- An address that leads to several processes by turns is refused: new weights would reach one of them.
 - A server that is hung, cannot be reached, was restarted or lost its weights is left out. It is asked again
   now and then, and comes back once it passes the examination and serves the current weights. While all are
   left out, requests wait.
@@ -386,6 +387,7 @@ class ServerPool:
         await self._while_alive(server, self._disown(server))
         if weights is not None:
             await self._while_alive(server, server.client.update_weights(*weights, expected.run or ""))
+            server.note_process(server.client.server_id)
             health = await self._health(server)
             expected.check(server.name, health)
             if health.policy_version != weights[0]:
@@ -426,11 +428,13 @@ class ServerPool:
     async def _health(self, server: PooledServer) -> Health:
         try:
             async with asyncio.timeout(self._hang_s):
-                return await server.client.health()
+                health = await server.client.health()
         except TimeoutError:
             raise HungError(
                 f"its /health has not answered for {self._hang_s:g} s (orchestrator.server_timeout_s)"
             ) from None
+        server.note_process(health.server_id)
+        return health
 
     async def _require_progress(self, server: PooledServer, *, is_asked: bool) -> Health:
         """Raises HungError if the server stands still. `is_asked`: whether it has more to do than that."""

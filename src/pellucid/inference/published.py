@@ -25,8 +25,9 @@ class WeightsToServe:
         """Policy version and folder; None before the first."""
         self._digests: Mapping[str, str] = {}
         self._doubts: dict[str, tuple[int, Mapping[str, str], float]] = {}
-        """By server that served other weights at its last report: the policy version, the digests that were
-        compared, and how often the list of versions has to have been followed until they count."""
+        """By server, or rank of one, that served other weights at its last report: the policy version, the
+        digests that were compared, and how often the list of versions has to have been followed until they
+        count."""
 
     def set(self, version: int, folder: Path) -> None:
         self._digests = _published_digests(folder)
@@ -34,19 +35,26 @@ class WeightsToServe:
 
     def verify(self, server: str, version: int, folder: Path, report: ServedWeightsReport | None) -> None:
         """Enters a server's report into the book; raises WeightsError if it is certain to serve others."""
-        digests, as_read = None, False
+        parts: dict[int | None, Mapping[str, str] | None] = {None: None}
+        as_read = False
         if report is not None:
-            digests, as_read = report.digests, report.as_read
-            if (found := (report.policy_version, report.run)) != (version, self._run):
+            as_read = report.as_read
+            parts = {each.rank: each.digests for each in report.ranks} or {None: report.digests}
+            versions = {each.policy_version for each in report.ranks} or {report.policy_version}
+            if (versions, report.run) != ({version}, self._run):
+                served = " and ".join(map(str, sorted(versions)))
                 raise UnreachableError(
-                    f"{server} serves policy version {found[0]} of run {found[1]!r} by now"
+                    f"{server} serves policy version {served} of run {report.run!r} by now"
                 )
         if self.current != (version, folder):
             return  # newer weights came meanwhile, and with them another examination
-        if differs := differing(self._digests, digests, as_read=as_read):
-            self._require_certainty(server, version, folder, *next(iter(differs.items())))
-        self._doubts.pop(server, None)
-        self._book.enter(version, server, self._digests, digests, as_read=as_read)
+        for rank, digests in parts.items():
+            where = server if rank is None else f"{server} (rank {rank})"
+            if differs := differing(self._digests, digests, as_read=as_read):
+                self._require_certainty(where, version, folder, *next(iter(differs.items())))
+            self._doubts.pop(where, None)
+        for rank, digests in parts.items():
+            self._book.enter(version, server, self._digests, digests, as_read=as_read, rank=rank)
 
     def _require_certainty(
         self, server: str, version: int, folder: Path, name: str, digests: tuple[str, str]

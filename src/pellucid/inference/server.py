@@ -25,9 +25,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -48,6 +47,7 @@ from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
 from pellucid.ending import say_failure, working
 from pellucid.errors import InferenceError, TransportError
 from pellucid.guard import server_key
+from pellucid.inference.arrival import TransferringEngine, Transfers, WeightsArrival
 from pellucid.inference.client import (
     AbortRequest,
     Account,
@@ -60,7 +60,6 @@ from pellucid.inference.client import (
     ScoreRequest,
     ScoreResponse,
     UpdateWeightsRequest,
-    offered_at,
 )
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread, name_error
@@ -89,8 +88,7 @@ from pellucid.ledger import Journal, Stage
 from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
-from pellucid.transport.weights import weights_folder
-from pellucid.transport.weights_pull import WeightsPuller, open_offer_client
+from pellucid.transport.weights_pull import OfferClient, WeightsPuller, open_offer_client
 from pellucid.workers import DaemonThreads, keep_freed_memory, num_cores
 
 logger = logging.getLogger(__name__)
@@ -120,14 +118,10 @@ class Server:
         host: str,
         key: str,
         puller: WeightsPuller | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
-        """`run_dir`: the folder of the run, whose weights are the only ones that can be loaded, unless
-        `puller` reads them from the trainer's offer.
-
-        `host` and `key`: see `Entrance`.
-        """
+        """`run_dir`, `puller`, `transfers`: see `WeightsArrival`. `host` and `key`: see `Entrance`."""
         self._engine = engine
-        self._run_dir = run_dir.resolve()
         self._host, self._key = host, key
         self._thread = thread
         stop_ids, images = end_of_turn_ids(tokenizer), load_image_processor(tokenizer)
@@ -137,9 +131,9 @@ class Server:
         self._started = int(time.time())
         self._ids = itertools.count()
         self._intake = Intake()
-        self._puller = puller
-        self._short_prompts, self._long_prompts, self._pulls = (
-            DaemonThreads(1, name) for name in ("short-prompts", "long-prompts", "weights")
+        self._arrival = WeightsArrival(thread, run_dir, puller, transfers)
+        self._short_prompts, self._long_prompts = (
+            DaemonThreads(1, name) for name in ("short-prompts", "long-prompts")
         )
         # From here on nothing changes in the tokenizer, which several threads use.
         tokenizer.encode("")
@@ -172,8 +166,9 @@ class Server:
         yield
         with working("finishing the step that it is at", at_stake="the tokens of that step"):
             await asyncio.to_thread(self._thread.stop)
-        for threads in (self._short_prompts, self._long_prompts, self._pulls):
+        for threads in (self._short_prompts, self._long_prompts):
             threads.shutdown(wait=False, cancel_futures=True)
+        self._arrival.close()
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._body(http, GenerateRequest)
@@ -271,43 +266,12 @@ class Server:
     async def update_weights(self, http: HttpRequest) -> Response:
         require_key(http)
         body = await self._body(http, UpdateWeightsRequest)
-        if self._puller is None:
-            folder = self._own_weights(body)
-        else:
-            folder = await self._pulled(self._puller, body)
-            if body.only_fetch:
-                return await self.health(http)
-        await self._thread.update_weights(body.version, folder, body.run)
+        await self._arrival.take(body, self._engine.version)
         return await self.health(http)
-
-    async def _pulled(self, puller: WeightsPuller, asked: UpdateWeightsRequest) -> Path:
-        """Reads a version from the trainer, while the engine samples on; refuses another address unasked."""
-        url = offered_at(puller.offer.url, asked.version)
-        if asked.url != url:
-            raise RequestError(
-                f"url = {asked.url!r} is not {url!r}, where this server's run offers policy version "
-                f"{asked.version}; start all parts with the same weights.transport, host and port",
-                param="url",
-            )
-        is_served = (asked.version, asked.run) == (self._engine.version, self._thread.run)
-        pull = partial(puller.pull, asked.version, is_served=is_served)
-        return await asyncio.get_running_loop().run_in_executor(self._pulls, pull)
 
     async def weights(self, http: HttpRequest) -> Response:
         require_key(http)  # the engine stops sampling for it
         return _json(await self._thread.served_weights())
-
-    def _own_weights(self, asked: UpdateWeightsRequest) -> Path:
-        """Returns the folder of a policy version of the server's own run; refuses any other unopened."""
-        folder = weights_folder(self._run_dir, asked.version)
-        folder = folder.parent.resolve() / folder.name
-        if Path(asked.folder) != folder or folder.is_symlink():
-            raise RequestError(
-                f"folder = {asked.folder!r} is not {str(folder)!r}, where this server's run keeps policy "
-                f"version {asked.version}; start the server with the output_dir of the run that publishes it",
-                param="folder",
-            )
-        return folder
 
     async def abort(self, http: HttpRequest) -> Response:
         body = await self._body(http, AbortRequest)
@@ -332,8 +296,8 @@ class Server:
                 max_concurrent=self._engine.num_slots,
                 max_queued=self._engine.capacity - self._engine.num_slots,
                 updating=self._thread.updating,
-                fetching=self._puller is not None and self._puller.is_pulling,
-                fetched_bytes=0 if self._puller is None else self._puller.num_bytes,
+                fetching=self._arrival.is_fetching,
+                fetched_bytes=self._arrival.fetched_bytes,
                 access=http.state.access,
                 running=self._engine.num_running,
                 waiting=self._engine.num_waiting,
@@ -344,6 +308,7 @@ class Server:
                 shared_tokens=counts.shared_tokens,
                 scored_tokens=counts.scored_tokens,
                 busy_s=self._thread.busy_s,
+                ranks=self._engine.rank_health(),
             )
         )
 
@@ -461,6 +426,7 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
 
     spans = SpanLog(config.output_dir, name, load=settings.max_concurrent)
     thread = EngineThread(engine, journal, sink, go_down, spans)
+    puller = open_puller(config, name)
     server = Server(
         engine,
         thread,
@@ -470,7 +436,8 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
         run_dir=config.output_dir,
         host=settings.host,
         key=key,
-        puller=open_puller(config, name),
+        puller=puller,
+        transfers=open_transfers(config, engine, puller),
     )
     logger.info("serving %s on http://%s:%d", config.model.name, settings.host, settings.port)
     EndingServer(web_config(server.app())).run(sockets=[listener])
@@ -486,6 +453,16 @@ def open_puller(config: InferenceRunConfig, name: str) -> WeightsPuller | None:
         return None
     offer = open_offer_client(config.weights, config.output_dir, config.inference.key_file)
     return WeightsPuller(offer, config.weights.cache(config.output_dir, name))
+
+
+def open_transfers(
+    config: InferenceRunConfig, engine: SlottedEngine[Any], puller: WeightsPuller | None
+) -> Transfers | None:
+    transfer = config.weights.transfer
+    if transfer == "files" or puller is None:
+        return None
+    assert isinstance(puller.offer, OfferClient)  # `weights.transport` is "http"
+    return Transfers(cast(TransferringEngine, engine), puller.offer, transfer)
 
 
 def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any]:

@@ -71,6 +71,12 @@ class PooledServer:
     server_id: str = ""
     """Server id of the process that was examined."""
 
+    process: str = ""
+    """Server id of the process that answered last."""
+
+    replaced: set[str] = field(default_factory=set)
+    """Server ids of processes in whose place another one has answered."""
+
     version: int | None = None
     """Policy version that it is known to serve; None until it has been examined, or given weights."""
 
@@ -92,6 +98,19 @@ class PooledServer:
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its keeper has to look at it now."""
+
+    def note_process(self, server_id: str) -> None:
+        """Raises ConfigError if a process answers again in whose place another one had answered: a process
+        that was started anew has an id of its own, so there are several behind the address."""
+        if server_id in self.replaced:
+            raise ConfigError(
+                f"{self.name} leads to several servers by turns (server_id = {server_id!r} and "
+                f"{self.process!r}), as a load balancer does, and new weights would reach one of them alone; "
+                "list the address of each in inference.servers, which balances them"
+            )
+        if self.process not in ("", server_id):
+            self.replaced.add(self.process)
+        self.process = server_id
 
     def still_s(self, health: Health, *, is_asked: bool) -> tuple[float, float]:
         """Returns the seconds for which its engine has stood still, and for which no weights have arrived.

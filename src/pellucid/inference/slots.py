@@ -19,7 +19,13 @@ from typing import Any, Generic, TypeVar
 from pellucid.data import Completion, PackedArray
 from pellucid.data.images import FAMILIES
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, GenerateRequest, SamplingParams
+from pellucid.inference.client import (
+    Account,
+    GenerateRequest,
+    RankHealth,
+    RankWeightsReport,
+    SamplingParams,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -199,6 +205,16 @@ class SlottedEngine(ABC, Generic[Slot]):
 
         Those that cannot be compared with a published tensor are left out.
         """
+
+    def rank_weights(self) -> list[RankWeightsReport]:
+        """Returns the digests of each data-parallel rank; nothing where there is one."""
+        return []
+
+    def rank_health(self) -> list[RankHealth]:
+        return []
+
+    def close(self) -> None:
+        """Ends what runs in other processes for it."""
 
     @abstractmethod
     def _free(self, slot: Slot) -> None:

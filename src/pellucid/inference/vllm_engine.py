@@ -11,12 +11,11 @@ Invariants, besides those of `slots.py`:
 - Weights that fail half-way take the engine down: nobody knows any more what would be sampled."""
 
 import itertools
-import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,85 +24,16 @@ from pellucid.config.shared import require_vllm
 from pellucid.data import PackedArray
 from pellucid.data.tokenizer import check_vocabulary
 from pellucid.errors import ConfigError, InferenceError, ModelError, TransportError
-from pellucid.inference.client import SamplingParams
+from pellucid.inference.client import RankHealth, RankWeightsReport, SamplingParams, group_of_request
 from pellucid.inference.slots import Request, Scoring, SlottedEngine
+from pellucid.inference.vllm_core import MAX_SCORINGS, Core, RecordedLayers, SampledToken, VllmCore
+from pellucid.inference.vllm_ranks import RankedCore
 from pellucid.model import RouterShape
 from pellucid.model.adapter import adapted_head
-from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
+from pellucid.model.load import default_device, empty_model, vocab_size
 from pellucid.model.routing import known_routers, routed_layers, router_shape, routers_of
-from pellucid.transport.weights import (
-    check_adapter,
-    check_weights,
-    digest_of,
-    is_adapter,
-    read_weights,
-    weight_shapes,
-)
-
-WORKER = "pellucid.inference.vllm_engine.PublishedWeights"
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum adapter ranks that vLLM offers; an adapter of a smaller rank fits as well."""
-CPU_KV_CACHE_BYTES = 1 << 30
-MAX_SCORINGS = 8
-"""Sequences that are scored at a time, beside those that are sampled."""
-
-
-def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
-    """Returns the keyword arguments of vLLM's `EngineArgs`."""
-    settings, vllm = config.inference, config.inference.vllm
-    cache = vllm.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
-    own: dict[str, Any] = {
-        "model": config.model.name,
-        "dtype": dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_concurrent + MAX_SCORINGS,
-        "seed": config.seed + settings.replica,
-        "logprobs_mode": "processed_logprobs",
-        "async_scheduling": False,
-        "enable_prefix_caching": True,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-        "worker_extension_cls": WORKER,
-        "tensor_parallel_size": vllm.tensor_parallel_size,
-        "enforce_eager": on_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
-        **({"enable_return_routed_experts": True} if settings.record_experts else {}),
-        "gpu_memory_utilization": vllm.gpu_memory_utilization,
-        **({"kv_cache_memory_bytes": cache} if cache else {}),
-    }
-    if config.model.lora is not None:
-        rank = max_lora_rank(config.model.lora.rank)
-        own |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-    for name in vllm.args:
-        if name in own or name in ("enable_lora", "max_lora_rank", "max_loras", "kv_cache_memory_bytes"):
-            raise ConfigError(
-                f"inference.vllm.args.{name} follows from other settings; leave it out and set those"
-            )
-    return {**own, **vllm.args}
-
-
-def max_lora_rank(rank: int) -> int:
-    """Returns the smallest rank of vLLM's that is large enough: 12 -> 16."""
-    for offered in LORA_RANKS:
-        if rank <= offered:
-            return offered
-    raise ConfigError(f"model.lora.rank = {rank} exceeds {LORA_RANKS[-1]}, vLLM's largest; lower it")
-
-
-class SampledToken(NamedTuple):
-    key: str
-    token: int
-    logprob: float
-    num_shared: int | None
-    """Tokens of the prompt that were in the cache already; None after the first token."""
-
-    experts: bytes = b""
-    """Routed experts of the tokens before it that have come with no earlier one, if they are recorded."""
-
-
-class Scored(NamedTuple):
-    key: str
-    logprobs: list[float]
+from pellucid.transport.weights import weight_shapes
+from pellucid.transport.weights_transfer import Receiving
 
 
 class VllmEngine(SlottedEngine[str]):
@@ -111,7 +41,7 @@ class VllmEngine(SlottedEngine[str]):
 
     def __init__(
         self,
-        core: "VllmCore",
+        core: Core,
         experts: RouterShape | None = None,
         **options: Any,
     ) -> None:
@@ -142,9 +72,19 @@ class VllmEngine(SlottedEngine[str]):
             del self._scoring[key]
             self._core.stop(key)
 
+    @property
+    def num_workers(self) -> int:
+        return self._core.num_workers
+
     def update_weights(self, version: int, folder: Path) -> None:
+        self._replace(version, lambda: self._core.load(folder))
+
+    def receive_weights(self, version: int, receiving: Receiving) -> None:
+        self._replace(version, lambda: self._core.receive(receiving))
+
+    def _replace(self, version: int, load: Callable[[], bool]) -> None:
         try:
-            goes_on = self._core.load(folder)
+            goes_on = load()
         except TransportError:
             raise
         except BaseException as error:
@@ -161,6 +101,18 @@ class VllmEngine(SlottedEngine[str]):
 
     def served_digests(self) -> dict[str, str]:
         return self._core.digests
+
+    def rank_weights(self) -> list[RankWeightsReport]:
+        return [RankWeightsReport(each.rank, self.version, each.digests) for _, each in self._core.ranks()]
+
+    def rank_health(self) -> list[RankHealth]:
+        return [
+            RankHealth(each.rank, self.version, each.running, each.sampled_tokens)
+            for each, _ in self._core.ranks()
+        ]
+
+    def close(self) -> None:
+        self._core.close()
 
     def step(self) -> None:
         if self._failure is not None:
@@ -188,7 +140,8 @@ class VllmEngine(SlottedEngine[str]):
             request = next(iter(self._waiting))
             key = next(self._keys)
             self._start(request, key)
-            self._core.start(key, request.prompt_ids, request.params, str(self.num_loads))
+            group = group_of_request(request.request_id)
+            self._core.start(key, request.prompt_ids, request.params, str(self.num_loads), group)
         for scoring in list(self._scorings):
             if len(self._scoring) >= MAX_SCORINGS:
                 break
@@ -217,6 +170,7 @@ class VllmEngine(SlottedEngine[str]):
                 seed=None if params.seed is None else params.seed + num_sampled,
             ),
             str(self.num_loads),
+            group_of_request(request.request_id),
         )
 
     def _count_prompts(self, sampled: Sequence[SampledToken]) -> None:
@@ -249,11 +203,6 @@ class VllmEngine(SlottedEngine[str]):
         self._core.stop(slot)
 
 
-_NUM_SEEDS = 2**63
-_ADAPTER = 1
-"""vLLM's number for the policy's adapter: a newer one takes its place, and what runs goes on with it."""
-
-
 def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
     require_vllm()
     settings, name = config.inference, config.model.name
@@ -281,8 +230,13 @@ def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
         recorded = RecordedLayers(router_shape(routers), routed_layers(model, routers))
     num_ids = vocab_size(config.model)
     check_vocabulary(name, num_tokens=len(tokenizer), vocab_size=num_ids)
+    core: Core
+    if settings.vllm.data_parallel_size > 1:
+        core = RankedCore(config, shapes, recorded, is_coupled=bool(known_routers(model)))
+    else:
+        core = VllmCore(config, shapes, recorded)
     return VllmEngine(
-        VllmCore(config, shapes, recorded),
+        core,
         None if recorded is None else recorded.shape,
         num_slots=settings.max_concurrent,
         max_length=settings.max_model_len,
@@ -299,14 +253,6 @@ def takes_new_weights(model: torch.nn.Module) -> bool:
 
 _RETURNS_EXPERTS = "0.32.0"
 """A version that returns routed experts."""
-
-
-class RecordedLayers(NamedTuple):
-    """The layers whose experts vLLM records."""
-
-    shape: RouterShape
-    layers: list[int]
-    """Decoder layers with a router; vLLM returns experts for every layer."""
 
 
 def require_experts(version: str, arguments: type, output: type, *, has_triton: bool) -> None:
@@ -334,197 +280,3 @@ def restart_with_threads(num_threads: int) -> None:
     if default_device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-class VllmCore:
-    """The part of vLLM that the engine uses. Keys name requests and are never used twice."""
-
-    def __init__(
-        self,
-        config: InferenceRunConfig,
-        shapes: Mapping[str, torch.Size],
-        recorded: RecordedLayers | None = None,
-    ) -> None:
-        """`recorded`: layers whose experts are returned with the tokens."""
-        device = default_device()
-        dtype = str(resolve_dtype(config.model, device)).removeprefix("torch.")
-        args = engine_args(config, dtype=dtype, on_cpu=device.type == "cpu")
-        if device.type == "cpu" and args["enforce_eager"]:
-            torch._dynamo.config.disable = True  # vLLM compiles parts of its sampler even so: 40 s
-        # On a CPU, vLLM binds threads to cores, which others need, too.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if recorded is not None:
-            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one returns no experts
-        self._engine = _start(args)
-        self._shapes = shapes
-        self._recorded = recorded
-        self._max_rank: int | None = args.get("max_lora_rank")
-        self._adapter: Any = None
-        self._new: set[str] = set()
-        """Keys of requests that have no token yet."""
-
-        self.digests: dict[str, str] = {}
-        """Digests of the published tensors that the workers read last, each as it was handed to vLLM. vLLM
-        fuses, shards and packs them, and reads adapters itself: of those there are none."""
-
-    def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
-        """Starts to sample up to `params.max_tokens`; stop tokens and strings are left to the caller."""
-        self._new.add(key)
-        seed = None if params.seed is None else params.seed % _NUM_SEEDS
-        self._add(
-            key, token_ids, salt, temperature=params.temperature, seed=seed, max_tokens=params.max_tokens
-        )
-
-    def score(self, key: str, token_ids: Sequence[int]) -> None:
-        """Asks for the logprobs of a prompt; vLLM always samples a token, too, which is ignored."""
-        self._add(key, token_ids, salt=None, max_tokens=1, prompt_logprobs=0)
-
-    def _add(self, key: str, token_ids: Sequence[int], salt: str | None, **params: Any) -> None:
-        from vllm import SamplingParams as VllmParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        self._engine.add_request(
-            key,
-            tokens_input(list(token_ids), cache_salt=salt),
-            VllmParams(
-                logprobs=0,  # that of the sampled token
-                ignore_eos=True,  # who asks says where to stop
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-                **params,
-            ),
-            lora_request=self._adapter,
-        )
-
-    def stop(self, key: str) -> None:
-        """Ends a request; does nothing if it has ended already."""
-        self._new.discard(key)
-        self._engine.abort_request([key])
-
-    def step(self) -> tuple[list[SampledToken], list[Scored]]:
-        sampled, scored = [], []
-        for output in self._engine.step():
-            key = output.request_id
-            if output.prompt_logprobs is not None:
-                pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-                scored.append(Scored(key, [math.nan, *(found[token].logprob for token, found in pairs)]))
-                continue
-            choice = output.outputs[0]
-            experts = self._experts(output)
-            for token, logprobs in zip(choice.token_ids, choice.logprobs, strict=True):
-                shared = output.num_cached_tokens if key in self._new else None
-                self._new.discard(key)
-                sampled.append(SampledToken(key, token, logprobs[token].logprob, shared, experts))
-                experts = b""
-        return sampled, scored
-
-    def _experts(self, output: Any) -> bytes:
-        """Returns the routed experts that this step added to a request.
-
-        vLLM gives all of them with a request's last token. A request that is stopped has no last token for
-        vLLM, so those of other steps are taken from where vLLM gathers them.
-        """
-        if self._recorded is None:
-            return b""
-        if output.finished:
-            rows = output.outputs[0].routed_experts
-            chunks = [] if rows is None else [rows]
-        else:
-            processor = self._engine.output_processor
-            (internal,) = processor.external_req_ids[output.request_id]
-            gathered = processor.request_states[internal].routed_experts_chunks
-            chunks = gathered[:]
-            gathered.clear()
-        dtype, layers = self._recorded.shape.dtype, self._recorded.layers
-        return b"".join(chunk[:, layers].astype(dtype).tobytes() for chunk in chunks)
-
-    def load(self, folder: Path) -> bool:
-        """Loads published weights; returns whether running requests continue under them.
-
-        If not, the caller has to start them again. Raises TransportError, having changed nothing, for weights
-        that do not fit.
-        """
-        before = self._adapter
-        if is_adapter(folder):
-            self._load_adapter(folder)
-            self.digests = {}
-        else:
-            check_weights(folder, self._shapes)
-            self.digests = agreed(self._engine.collective_rpc("load_published", args=(str(folder),)))
-            self._adapter = None
-        return (before is None) == (self._adapter is None)
-
-    def _load_adapter(self, folder: Path) -> None:
-        from vllm.lora.request import LoRARequest
-
-        check_adapter(folder, self._shapes, max_rank=self._max_rank or 0)
-        self._engine.add_lora(LoRARequest("policy", _ADAPTER, str(folder), load_inplace=True))
-        self._adapter = LoRARequest("policy", _ADAPTER, str(folder))
-
-
-def agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns the digests of what every worker was handed; one that differs stands for all.
-
-    `agreed([{"a": "F32-0"}, {"a": "F32-0", "b": "F32-1"}]) == {"a": "F32-0"}`
-    """
-    first, *others = workers
-    found = {}
-    for name, digest in first.items():
-        digests = [worker.get(name) for worker in others]
-        if None not in digests:
-            found[name] = next((each for each in digests if each is not None and each != digest), digest)
-    return found
-
-
-def _start(args: Mapping[str, Any]) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
-
-    config = EngineArgs(**args).create_engine_config()
-    return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
-
-
-class PublishedWeights:
-    device: torch.device
-    model_config: Any
-    model_runner: Any
-    reload_weights: Any
-
-    def load_published(self, folder: str) -> dict[str, str]:
-        """Loads the weights; each worker reads the whole file and keeps its shard.
-
-        Returns the digests of the tensors that vLLM took.
-        """
-        digests: dict[str, str] = {}
-        model = self.model_runner.get_model()
-        if self.device.type == "cpu":
-            forget_expert_kernels(model)
-        self.reload_weights(weights_iterator=_digested(read_weights(Path(folder)), digests))
-        if self.model_config.hf_text_config.tie_word_embeddings:
-            # vLLM prepares again what it has loaded, and a tied head loads nothing of its own. On a CPU it
-            # multiplies with a packed copy of the embedding, which would stay as it was.
-            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-        return digests
-
-
-def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Makes vLLM pad and pack the experts that it loads next as its kernel for CPUs reads them, which it does
-    where there is no kernel yet: for the first weights alone."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def _digested(
-    weights: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes tensors on, and notes the digest of each before it is handed over."""
-    for name, tensor in weights:
-        digests[name] = digest_of(tensor)
-        yield name, tensor

@@ -60,10 +60,10 @@ def _check_machines(config: RenderConfig) -> None:
             f"gpus.{key} = {number} divides the GPUs of one machine, for `pellucid rl`; leave it out, and "
             "set cluster.trainer_nodes, cluster.inference_nodes and cluster.gpus_per_node"
         )
-    if cluster.gpus_per_node and (size := config.inference.gpus_per_server) > cluster.gpus_per_node:
+    if cluster.gpus_per_node and config.inference.gpus_per_server > cluster.gpus_per_node:
         raise ConfigError(
-            f"inference.vllm.tensor_parallel_size = {size} exceeds cluster.gpus_per_node = "
-            f"{cluster.gpus_per_node}: a server's GPUs are those of one machine; lower the former"
+            f"{config.inference.server_size} exceeds cluster.gpus_per_node = {cluster.gpus_per_node}: a "
+            "server's GPUs are those of one machine; lower the former"
         )
     if config.inference.servers:
         raise ConfigError(

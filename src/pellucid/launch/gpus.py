@@ -150,8 +150,7 @@ def _too_few(config: RLConfig, total: int, trainer: int, inference: int, teacher
             of_trainer = f"{trainer} for the trainer ({together})"
     of_inference = f"gpus.inference = {inference}"
     if gpus.inference is None:
-        size = config.inference.gpus_per_server
-        of_inference = f"{inference} for a server (inference.vllm.tensor_parallel_size = {size})"
+        of_inference = f"{inference} for a server ({config.inference.server_size})"
     parts = [of_trainer, of_inference, *([f"{teacher} for the teacher"] if teacher else [])]
     return (
         f"{' + '.join(parts)} exceeds the {total} GPU(s) that the run may use (gpus.total, {VISIBLE}); lower "

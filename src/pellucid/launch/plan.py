@@ -255,17 +255,20 @@ def divisions(config: PlanConfig) -> Iterator[tuple[int, int, int]]:
 def estimate_of(config: PlanConfig, model: ModelSize, trainer: int, inference: int, teacher: int) -> Estimate:
     gpu, assume, work = config.gpu_model, config.assume, workload(config)
     part, size = trainer_of(config, model, trainer), config.inference.gpus_per_server
-    server = PlannedServer(
-        size,
-        config.inference.max_concurrent,
+    ranks = config.inference.ranks_per_server
+    rank = PlannedServer(
+        config.inference.gpus_per_rank,
+        config.inference.max_concurrent // ranks or 1,
         memory_share=config.inference.vllm.gpu_memory_utilization
         if config.inference.backend == "vllm"
         else 1.0,
     )
-    served, num_servers = serving(model, server, work, gpu, assume), inference // size
+    served, num_servers = serving(model, rank, work, gpu, assume), inference // size
     compute, moved = training_s(model, part, work, gpu, assume)
     is_synchronous = config.max_async_level == 0
-    sampling = sampling_s(work, served, num_servers, is_synchronous=is_synchronous) / assume.kept_share
+    sampling = (
+        sampling_s(work, served, ranks * num_servers, is_synchronous=is_synchronous) / assume.kept_share
+    )
     transfer = transfer_s(model, assume, publish_bytes(config))
     micro_batches = num_micro_batches(work, part)
     return Estimate(
@@ -387,10 +390,11 @@ def _changes(
 
 
 def _server_remedies(config: PlanConfig, model: ModelSize) -> Iterator[Remedy]:
-    size, gpu, work = config.inference.gpus_per_server, config.gpu_model, workload(config)
+    size, gpu, work = config.inference.gpus_per_rank, config.gpu_model, workload(config)
+    slots = config.inference.max_concurrent // config.inference.ranks_per_server or 1
     share = config.inference.vllm.gpu_memory_utilization
     while (size := 2 * size) <= config.assume.gpus_per_node and model.num_heads % size == 0:
-        server = PlannedServer(size, config.inference.max_concurrent, memory_share=share)
+        server = PlannedServer(size, slots, memory_share=share)
         found = serving(model, server, work, gpu, config.assume)
         yield Remedy("inference.vllm.tensor_parallel_size", size, found.weights / size / _GB)
         if found.concurrency:
@@ -494,10 +498,15 @@ def _memory_rows(model: ModelSize, estimate: Estimate, source: str) -> list[tupl
 
 
 def _server_rows(config: PlanConfig, estimate: Estimate) -> list[tuple[str, str, str]]:
-    served = estimate.serving
+    served, ranks = estimate.serving, config.inference.ranks_per_server
     fits = "" if served.concurrency else "DOES NOT FIT"
     return [
-        ("GPUs", str(config.inference.gpus_per_server), "inference.vllm.tensor_parallel_size"),
+        ("GPUs", str(config.inference.gpus_per_rank), "inference.vllm.tensor_parallel_size"),
+        *(
+            [("ranks", str(ranks), "inference.vllm.data_parallel_size; what follows is of one")]
+            if ranks > 1
+            else []
+        ),
         ("weights", _gb(served.weights), "bfloat16"),
         ("keys and values", _gb(served.kv_cache), f"{served.kv_per_token / 1e3:,.1f} kB a token {fits}"),
         (

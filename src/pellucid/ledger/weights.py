@@ -3,7 +3,7 @@
     {"version":7,"server":"http://127.0.0.1:8000","published":272,"verified":272}
 
 - A line is written whenever a server has loaded a version, and when it comes back: `published` tensors, and
-  of how many it reports the published digest.
+  of how many it reports the published digest. A server with data-parallel ranks has a line for each `rank`.
 - A tensor that it keeps serving with another digest ends the run, named with version and both digests.
 - A server that reports nothing, or only what it read (`as_read`), is said to be unverified, once.
 """
@@ -34,6 +34,13 @@ class WeightsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     differs: dict[str, tuple[str, str]] = {}
     """Digests as published and as served of the first tensors that differ, by name."""
 
+    rank: int | None = None
+    """Data-parallel rank of the server, where it has several."""
+
+    @property
+    def where(self) -> str:
+        return self.server if self.rank is None else f"{self.server} (rank {self.rank})"
+
 
 def differing(
     published: Mapping[str, str], served: Mapping[str, str] | None, *, as_read: bool = False
@@ -59,7 +66,7 @@ class WeightsBook:
         """Without `path`, no file is written."""
         self._path = path
         self._latest: dict[str, WeightsEntry] = {}
-        """Last entry of each server."""
+        """Last entry of each server, or rank of one."""
         self._said: set[tuple[str, str]] = set()
 
     def enter(
@@ -70,8 +77,9 @@ class WeightsBook:
         served: Mapping[str, str] | None,
         *,
         as_read: bool = False,
+        rank: int | None = None,
     ) -> None:
-        """Compares the digests that a server reports, by tensor, with those that were published.
+        """Compares the digests that a server, or a rank of it, reports by tensor with those published.
 
         `served` is None for a server that cannot report. Raises WeightsError if a tensor differs, or was not
         published at all.
@@ -85,8 +93,9 @@ class WeightsBook:
             verified=0 if as_read else num_equal,
             as_read=num_equal if as_read else 0,
             differs=dict(list(differs.items())[:_MAX_NAMED]),
+            rank=rank,
         )
-        self._latest[server] = entry
+        self._latest[entry.where] = entry
         if self._path is not None:
             _append(self._path, entry)
         if differs:
@@ -127,7 +136,7 @@ class WeightsBook:
             kind = "part"
         if (entry.server, kind) not in self._said:
             self._said.add((entry.server, kind))
-            log.warning(f"{what} (said once)", entry.version, entry.server)
+            log.warning(f"{what} (said once)", entry.version, entry.where)
 
 
 def _append(path: Path, entry: WeightsEntry) -> None:
@@ -140,7 +149,7 @@ def _append(path: Path, entry: WeightsEntry) -> None:
 def _other_weights(entry: WeightsEntry, num_differ: int) -> WeightsError:
     name, (published, served) = next(iter(entry.differs.items()))
     return WeightsError(
-        f"the server {entry.server} serves other weights than the trainer published: in policy version "
+        f"the server {entry.where} serves other weights than the trainer published: in policy version "
         f"{entry.version}, {name} has digest {served} there and {published} as published ({num_differ} of "
         f"{entry.published} tensors differ). Restart that server and go on with --resume; if it happens "
         "again, its memory or its loading of weights is faulty: `pellucid verify --only weights`"
@@ -165,13 +174,13 @@ class WeightsSummary(msgspec.Struct, frozen=True):
         if first is not None:
             name, (published, served) = next(iter(first.differs.items()))
             return (
-                f"weights: {first.server} served other weights than policy version {first.version}: {name} "
+                f"weights: {first.where} served other weights than policy version {first.version}: {name} "
                 f"had digest {served}, {published} as published"
             )
         if self.unverified:
             return (
                 f"weights: {self.num_verified} of {self.num_versions} policy versions verified; the last "
-                f"that is not: {self.unverified[-1].version} on {self.unverified[-1].server}"
+                f"that is not: {self.unverified[-1].version} on {self.unverified[-1].where}"
             )
         where = "the server" if len(self.servers) == 1 else f"each of {len(self.servers)} servers"
         return f"weights: {self.num_versions} policy versions verified, every tensor as {where} serves it"
@@ -179,21 +188,21 @@ class WeightsSummary(msgspec.Struct, frozen=True):
 
 def read_weights_book(ledger_dir: Path) -> WeightsSummary | None:
     """Sums up `weights.jsonl`; None if no version was served, or an older pellucid wrote the folder."""
-    entries: dict[tuple[int, str], WeightsEntry] = {}
+    entries: dict[tuple[int, str, int], WeightsEntry] = {}
     decoder = msgspec.json.Decoder(WeightsEntry)
     for _, line in read_lines(ledger_dir / WEIGHTS_BOOK):
         try:
             entry = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # it is being written, or damaged: nothing is counted from it
-        entries[entry.version, entry.server] = entry
+        entries[entry.version, entry.server, -1 if entry.rank is None else entry.rank] = entry
     if not entries:
         return None
     unverified = [entry for _, entry in sorted(entries.items()) if not entry.verified == entry.published > 0]
-    versions = {version for version, _ in entries}
+    versions = {version for version, _, _ in entries}
     return WeightsSummary(
         len(versions),
         len(versions - {entry.version for entry in unverified}),
-        sorted({server for _, server in entries}),
+        sorted({server for _, server, _ in entries}),
         unverified,
     )

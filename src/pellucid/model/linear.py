@@ -1,9 +1,9 @@
 """Linear layers in float32 by oneDNN, on the CPUs where it is faster: those of AMD with AVX-512.
 
-torch leaves such products to MKL, which uses half of what these CPUs can do; oneDNN uses all of it. It reads a
-weight as it is stored, so weights that are loaded in place hold for the next call. It prepares a product for
-its number of rows, which takes longer than the product itself in a small model. So where a gradient is
-wanted, rows of zeros, which change nothing, make numbers of tokens alike:
+torch leaves such products to MKL, which uses half of what these CPUs can do; oneDNN uses all of it, and reads
+weights as they are stored. But it prepares a product for its number of rows, which takes longer than the
+product itself in a small model. So where a gradient is wanted, rows of zeros, which change nothing, make
+numbers of tokens alike:
 
     tokens 645 … 704, of whichever micro batch     704 rows
 """

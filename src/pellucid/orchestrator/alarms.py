@@ -22,11 +22,10 @@ from pellucid.data.alarms import Bell
 from pellucid.data.images import has_pixels, tensors_of
 from pellucid.data.plain import brief
 from pellucid.data.rollout import NOT_OURS
-from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
+from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams, group_of_request
 from pellucid.metrics import MeanZeroTest
 from pellucid.orchestrator.chat import copy_nested
 from pellucid.orchestrator.environment import Environment, SingleTurnEnvironment, checked_score
-from pellucid.orchestrator.session import group_of_request
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import stable_steps
 

@@ -25,10 +25,9 @@ from pellucid.data.model_folder import longrope_limits, model_fingerprint
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, InferenceError, TransportError
 from pellucid.guard import read_key, server_key
-from pellucid.inference.client import Expected, InferenceClient, UnreachableError
+from pellucid.inference.client import Expected, InferenceClient, UnreachableError, group_of_request
 from pellucid.inference.pool import ServerPool
 from pellucid.ledger.weights import WeightsBook
-from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import publish_folder, retract_folder, stable_steps
 from pellucid.transport.digests import DIGESTS, digest_of_bytes
 from pellucid.transport.weights_pull import OfferedWeights, RefusedError, open_offer_client

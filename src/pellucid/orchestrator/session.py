@@ -395,11 +395,6 @@ def _num_equal(messages: Sequence[Message], others: Sequence[Message], start: in
     return next((at for at in range(start, stop) if messages[at] != others[at - start]), max(start, stop))
 
 
-def group_of_request(request_id: str) -> str:
-    """`demo/g5/g5-r3/0` -> `demo/g5`; see `Session.sample`."""
-    return request_id.rsplit("/", 2)[0]
-
-
 def _spans(known: list[RoleSpan], stops: list[tuple[str, int]], offset: int) -> list[RoleSpan]:
     spans = list(known)
     for role, stop in stops:

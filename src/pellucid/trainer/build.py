@@ -169,7 +169,7 @@ def build_run(
             opened.callback(sink.close)
         offer = None
         if publishes and config.weights.transport != "filesystem":
-            offer = ranks.alike(lambda: open_offer(config) if ranks.is_main else None)
+            offer = ranks.alike(lambda: open_offer(config, ranks.device) if ranks.is_main else None)
         if offer is not None:
             opened.callback(offer.close)
         run = Run(
@@ -195,8 +195,8 @@ def build_run(
     return run
 
 
-def open_offer(config: TrainerRunConfig) -> "WeightsOffer | StoredOffer":
-    """Takes the port at which servers read the weights, or opens the store."""
+def open_offer(config: TrainerRunConfig, device: torch.device) -> "WeightsOffer | StoredOffer":
+    """Takes the port at which servers read the weights, or opens the store. `device`: the trainer's."""
     if config.weights.transport == "object-store":
         from pellucid.transport.weights_store import StoredOffer, WeightsStore
 
@@ -204,7 +204,12 @@ def open_offer(config: TrainerRunConfig) -> "WeightsOffer | StoredOffer":
     from pellucid.transport.weights_offer import WeightsOffer
 
     key = weights_key(config.weights.run_key(config.output_dir))
-    return WeightsOffer(config.output_dir, config.weights.host, config.weights.port, key)
+    sender = None
+    if config.weights.transfer != "files":
+        from pellucid.transport.weights_transfer import WeightsSender
+
+        sender = WeightsSender(config.weights.transfer, device)
+    return WeightsOffer(config.output_dir, config.weights.host, config.weights.port, key, sender)
 
 
 def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:

@@ -57,7 +57,7 @@ from pellucid.transport.digests import (
 )
 from pellucid.transport.spool import publish_folder, retract_folder, stable_steps
 
-_FILE = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -115,8 +115,8 @@ def write_version(weights: "nn.Module | WeightsCopy", folder: Path) -> None:
     """Writes a policy version with its digests; of a sharded model, all other processes call `offer_weights`
     meanwhile."""
     tensors: dict[str, str] = {}
-    file = _write(weights, folder / _FILE, tensors)
-    write_digests(folder, PublishedDigests(tensors, {_FILE: file}))
+    file = _write(weights, folder / WEIGHTS_FILE, tensors)
+    write_digests(folder, PublishedDigests(tensors, {WEIGHTS_FILE: file}))
 
 
 def write_weights(model: nn.Module, path: Path, digests: dict[str, str] | None = None) -> PublishedFile:
@@ -324,7 +324,7 @@ def load_weights(model: nn.Module, folder: Path) -> dict[str, Origin]:
 
     Returns the origin of each tensor that the model has in another dtype.
     """
-    path = folder / _FILE
+    path = folder / WEIGHTS_FILE
     origins = {}
     with _opened(path) as file:
         _check(path, file, weight_shapes(model))
@@ -341,14 +341,14 @@ def load_weights(model: nn.Module, folder: Path) -> dict[str, Origin]:
 
 def check_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     """Raises TransportError unless the published weights are these, no more and no fewer."""
-    path = folder / _FILE
+    path = folder / WEIGHTS_FILE
     with _opened(path) as file:
         _check(path, file, shapes)
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields published weights by name, one at a time."""
-    with _opened(folder / _FILE) as file:
+    with _opened(folder / WEIGHTS_FILE) as file:
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
 
@@ -371,13 +371,30 @@ def _require_regular(path: Path) -> None:
 
 
 def _check(path: Path, file: Any, shapes: Mapping[str, torch.Size]) -> None:
-    found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    require_shapes(found, shapes, str(path))
+
+
+def require_shapes(found: Mapping[str, Sequence[int]], shapes: Mapping[str, torch.Size], source: str) -> None:
+    """Raises TransportError unless these are the tensors of a model, no more and no fewer."""
     missing, surplus = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
     if missing or surplus:
-        raise TransportError(f"{path} does not fit the model: lacks {missing[:3]}, has unknown {surplus[:3]}")
+        raise TransportError(
+            f"{source} does not fit the model: lacks {missing[:3]}, has unknown {surplus[:3]}"
+        )
     for name, shape in shapes.items():
-        if list(shape) != found[name]:
-            raise TransportError(f"{path}: {name} has shape {found[name]}; the model has {list(shape)}")
+        if list(shape) != list(found[name]):
+            raise TransportError(
+                f"{source}: {name} has shape {list(found[name])}; the model has {list(shape)}"
+            )
+
+
+def published_shapes(folder: Path) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Returns dtype and shape of each published tensor by name, in the order of `read_weights`."""
+    with _opened(folder / WEIGHTS_FILE) as file:
+        dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (dtypes[each.get_dtype()], each.get_shape()) for name, each in slices.items()}
 
 
 _ADAPTER_CONFIG = "adapter_config.json"

@@ -4,6 +4,7 @@
     GET /weights?done          the same, from an orchestrator that will not ask again
     GET /weights/step_7/NAME   a file of version 7, whole or a range of it; `digests.json` names the others,
                                also the difference from version 6, if there is one; see `deltas`
+    POST /weights/step_7/transfer   the next call of a transfer from GPU to GPU; see `weights_transfer`
 
 - Any client reads it that shows the key (`guard.weights_key`), curl for one. No cache may keep an answer: a
   version may be published anew.
@@ -37,6 +38,8 @@ from pellucid.guard import answers_to, is_foreign, shows_key
 from pellucid.transport.digests import DIGESTS, OfferedVersions, digest_of_bytes, read_digests
 from pellucid.transport.punctual import PunctualProtocol
 from pellucid.transport.spool import is_stable, stable_steps
+from pellucid.transport.weights import WEIGHTS_FILE
+from pellucid.transport.weights_transfer import PATIENCE_S, TransferAsk, TransferCall, WeightsSender
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +79,13 @@ class Leases:
 class WeightsOffer:
     """A listener that answers from `start` on until it is closed; who connects earlier waits."""
 
-    def __init__(self, run_dir: Path, host: str, port: int, key: str) -> None:
+    def __init__(
+        self, run_dir: Path, host: str, port: int, key: str, sender: WeightsSender | None = None
+    ) -> None:
         """`key`: see `guard.weights_key`. Raises ConfigError if the port cannot be used."""
+        self._sender = sender
+        self._transfers: dict[str, int] = {}
+        """Lease of each transfer, by its session."""
         self._run_dir, self._host, self._key = run_dir, host, key
         self.leases = Leases()
         self._asked_at = time.monotonic()
@@ -106,6 +114,7 @@ class WeightsOffer:
         return Starlette(
             routes=[
                 Route("/weights", self._list, methods=["GET"]),
+                Route("/weights/{folder}/transfer", self._transfer, methods=["POST"]),
                 Route("/weights/{folder}/{name}", self._file, methods=["GET"]),
             ],
         )
@@ -168,6 +177,31 @@ class WeightsOffer:
         if not await asyncio.to_thread(_is_offered, folder, name):
             return Response(f"policy version {version} has no {name}, or was withdrawn", status_code=404)
         return _LeasedFile(folder / name, lambda seconds: self.leases.extend(number, version, seconds))
+
+    async def _transfer(self, http: Request) -> Response:
+        if refusal := self._refusal(http):
+            return refusal
+        try:
+            ask = msgspec.json.decode(await http.body(), type=TransferAsk)
+        except msgspec.DecodeError as error:
+            return Response(str(error), status_code=400)
+        folder = self._run_dir / "weights" / str(http.path_params["folder"])
+        version = step_number(folder.name)
+        if version is None or self._sender is None:
+            call = TransferCall("refused", reason='the trainer has weights.transfer = "files"')
+        else:
+            number = self._transfers.setdefault(ask.session, self.leases.open())
+            self.leases.extend(number, version, _NEXT_FILE_S)
+            host = http.scope["server"][0]  # of this connection, wherever the port is bound
+            if await asyncio.to_thread(_is_offered, folder, WEIGHTS_FILE):
+                call = await asyncio.to_thread(self._sender.answer, folder, ask, host)
+            else:
+                call = TransferCall("broken", reason=f"policy version {version} was withdrawn")
+            if call.method in ("done", "broken", "refused") or ask.error:
+                del self._transfers[ask.session]
+            else:
+                self.leases.extend(number, version, PATIENCE_S if call.method != "wait" else RESUME_S)
+        return Response(msgspec.json.encode(call), media_type="application/json", headers=_FRESH)
 
     def _refusal(self, http: Request) -> Response | None:
         host = http.headers.get("host", "")

@@ -114,6 +114,14 @@ class OfferClient:
                 raise http.client.IncompleteRead(content, response.length)
             return content
 
+    def post(self, path: str, body: bytes) -> bytes:
+        """Raises OSError if there is no answer, and RefusedError if it is another than 200."""
+        try:
+            with closing(self._connect()) as connection:
+                return self._ask(connection, path, body=body).read(_MAX_LISTING_BYTES)
+        except http.client.HTTPException as error:
+            raise OSError(name_of(error)) from error
+
     def append(self, path: str, target: Path, on_bytes: Callable[[int], None]) -> None:
         start = target.stat().st_size if target.exists() else 0
         with closing(self._connect()) as connection:
@@ -131,9 +139,14 @@ class OfferClient:
         return http.client.HTTPConnection(self._host, self._port, timeout=self._silence_s)
 
     def _ask(
-        self, connection: http.client.HTTPConnection, path: str, headers: dict[str, str] | None = None
+        self,
+        connection: http.client.HTTPConnection,
+        path: str,
+        headers: dict[str, str] | None = None,
+        body: bytes | None = None,
     ) -> http.client.HTTPResponse:
-        connection.request("GET", path, headers={**self._headers, **(headers or {})})
+        method = "GET" if body is None else "POST"
+        connection.request(method, path, body=body, headers={**self._headers, **(headers or {})})
         response = connection.getresponse()
         if response.status >= 500 or response.status == 429:
             raise http.client.HTTPException(f"{path} is answered with {response.status}")
