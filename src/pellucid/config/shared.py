@@ -248,8 +248,9 @@ class WeightsConfig(Section):
 
     deltas: bool = False
     """Offer each version also as its difference from the one before, where that is less than half of it; a
-    server that has that one, or one before it, reads the differences alone. Pays on most networks, with weights
-    published in bfloat16 and small learning rates. The trainer's setting; servers take what is offered."""
+    server that has that one, or one before it, reads the differences alone. Pays on most networks, with
+    weights published in bfloat16 and small learning rates. The trainer's setting; servers take what is
+    offered."""
 
     def problems(self) -> Iterator[str]:
         is_served = self.port or self.host != "127.0.0.1"
