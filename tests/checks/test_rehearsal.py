@@ -211,7 +211,8 @@ def test_verify_rehearses_a_model_by_its_shape(model, flags, capsys, request) ->
     assert [phases[name]["syncs"] for name in list(phases)[:4]] == [0, 0, 0, 0]
     assert [phases[name]["copies"] for name in list(phases)[:4]] == [2, 1, 0, 0]
     num_weights = sum(each.numel() for each in load_policy(ModelConfig(name=str(folder))).parameters())
-    assert phases["load"]["peak_bytes"] >= 4 * num_weights
+    itemsize = 2 if "--model.lora.rank" in flags else 4  # frozen weights are held as the forward computes
+    assert itemsize * num_weights <= phases["load"]["peak_bytes"] < 1.5 * itemsize * num_weights
     assert phases["backward"]["launches"] > phases["forward"]["launches"] > 100
 
 

@@ -388,13 +388,13 @@ def reasoning_dropped(patch: Patch) -> None:
 def failed_members_counted(patch: Patch) -> None:
     original = scheduler.Scheduler._verdicts
 
-    def with_all(self: Any, group: Any) -> Any:
-        failed = [rollout for rollout in group.returned if rollout.error is not None]
+    def with_all(self: Any, groups: Any) -> Any:
+        failed = [rollout for group in groups for rollout in group.returned if rollout.error is not None]
         judge, self._judge = self._judge, lambda rollouts: judge([*rollouts, *failed])[: len(rollouts)]
         for rollout in failed:
             rollout.reward = 0.0
         try:
-            return original(self, group)
+            return original(self, groups)
         finally:
             self._judge = judge
 
@@ -434,7 +434,7 @@ def weights_lost(patch: Patch) -> None:
 
 
 def teacher_forgotten(patch: Patch) -> None:
-    patch.setattr(functions, "_teacher_gap", lambda inputs: inputs.advantages)
+    patch.setattr(functions, "_teacher_gap", lambda teacher, trainer: torch.zeros_like(trainer))
 
 
 def halved_sft_loss(patch: Patch) -> None:

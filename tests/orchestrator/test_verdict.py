@@ -240,5 +240,5 @@ def test_200_turns_hold_what_their_tokens_take() -> None:
     finally:
         tracemalloc.stop()
     tokens_bytes = 4 * num_tokens + 4 * num_turns * num_sampled + 2 * num_tokens // 8  # ids, logprobs, masks
-    assert held <= 1.5 * tokens_bytes, (held, tokens_bytes)
+    assert held <= 1.6 * tokens_bytes, (held, tokens_bytes)  # a tenth is Python objects
     assert len(samples_of(*turns)) == 1
