@@ -8,7 +8,7 @@ of several runs counts.
 
 A model of gated delta nets ("hybrid") goes through the engine in cohorts of groups, each by HF's own forward.
 
-Then steps of the engine: the lean forward (`model/policy.py`) against HF's modules, in turns. The CPU
+Then steps of the engine: the lean forward (`model/lean.py`) against HF's modules, in turns. The CPU
 time of the fastest step counts.
 """
 

@@ -17,8 +17,8 @@ def policy(tiny_model):
 
 
 def test_shelves_double_up_to_the_maximum() -> None:
-    assert _capacities(300) == [64, 128, 256, 300]
-    assert _capacities(256) == [64, 128, 256]
+    assert _capacities(300) == [48, 96, 192, 300]
+    assert _capacities(192) == [48, 96, 192]
     assert _capacities(10) == [10]
 
 
@@ -83,11 +83,11 @@ def test_a_sequence_keeps_what_was_written_wherever_it_moves(policy, actions) ->
 
 def test_a_shelf_that_empties_gives_its_memory_back(policy) -> None:
     cache = KVCache(policy, NUM_SLOTS, MAX_LENGTH)
-    rows = [cache.add(60) for _ in range(NUM_SLOTS)]
+    rows = [cache.add(40) for _ in range(NUM_SLOTS)]
     cache.arrange()
     first, second = cache.shelves[:2]
     assert first._store.shape[2] == NUM_SLOTS
     for row in rows:
-        row.length = 65
+        row.length = 49
     assert cache.arrange() == rows
     assert (first._store.shape[2], second._store.shape[2]) == (0, NUM_SLOTS)

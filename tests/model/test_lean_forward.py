@@ -6,7 +6,7 @@ import transformers
 
 from pellucid.config import ModelConfig
 from pellucid.model import PackedAttention, lean_forward, load_policy
-from pellucid.model.policy import _LeanModel
+from pellucid.model.lean import _LeanModel
 from tolerance import chain, near
 
 SHAPE = {

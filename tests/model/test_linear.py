@@ -77,6 +77,23 @@ def test_products_without_gradient_are_those_of_the_weight_as_it_is_now(chosen, 
     assert layer(every_other) == near(exact, terms=WIDTH + 1, scale=float(exact.abs().max()))
 
 
+@NEEDS_ONEDNN
+@pytest.mark.parametrize(("is_trained", "num_rows"), [(False, 656), (True, 704)])
+def test_products_of_like_numbers_of_tokens_have_one_number_of_rows(chosen, is_trained, num_rows) -> None:
+    with (
+        torch.set_grad_enabled(is_trained),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        ) as profile,
+    ):
+        for num_tokens in (645, 650, 656):
+            assert linear(*inputs(num_tokens)).shape == (1, num_tokens, OUT)
+    shapes = [
+        event.input_shapes[0] for event in profile.events() if event.name == "mkldnn::_linear_pointwise"
+    ]
+    assert shapes == [[num_rows, WIDTH]] * 3
+
+
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_a_small_product_is_torchs_own(chosen, is_trained) -> None:
     least = module._LEAST_TRAINED if is_trained else module._LEAST

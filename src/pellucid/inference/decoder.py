@@ -20,7 +20,7 @@ from torch import Tensor
 from pellucid.data.tensors import read_together, to_device
 from pellucid.inference.slots import Scoring
 from pellucid.model import Policy, packed_layout
-from pellucid.model.policy import HiddenStates
+from pellucid.model.lean import HiddenStates
 
 
 @dataclass(eq=False, slots=True)

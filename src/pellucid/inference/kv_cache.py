@@ -1,8 +1,8 @@
 """Keys and values of the running sequences, on shelves of equally long rows.
 
-    shelf of 64    a a a a a a . .      row 0, sequence a: 6 tokens so far
+    shelf of 48    a a a a a a . .      row 0, sequence a: 6 tokens so far
                    b b b . . . . .
-    shelf of 128   c c c c c c c c c c c c . . . .
+    shelf of 96    c c c c c c c c c c c c . . . .
 
 A step reads every shelf from end to end: skipping the unused ends of longer rows was measured to take three
 times as long per byte. Having several shelves, a short sequence does not pay for the longest one. A sequence
@@ -33,7 +33,9 @@ from pellucid.model import (
     lean_forward,
 )
 
-_FIRST_CAPACITY = 64
+_FIRST_CAPACITY = 48
+"""Positions of the shortest rows: a short prompt and answer, of which a step reads few that are unused."""
+
 _FIRST_ROWS = 8
 
 
@@ -154,7 +156,7 @@ class KVCache:
 
 
 def _capacities(max_length: int) -> list[int]:
-    """64, 128, 256, … and the maximum."""
+    """48, 96, 192, … and the maximum."""
     doubling = [_FIRST_CAPACITY << exponent for exponent in range(max_length.bit_length())]
     return [capacity for capacity in doubling if capacity < max_length] + [max_length]
 
@@ -272,7 +274,9 @@ class _ShelfPart:
         targets = (rows[:, None] * heads + np.arange(heads)) * shelf.capacity + positions[:, None]
         written = [tokens] if prompts else []
         self._targets, seen, *indices = to_device([targets.reshape(-1), last, *written], device)
-        self._written: slice | Tensor = indices[0] if indices else self._own
+        self._written = indices[0] if indices else None
+        """The tokens whose keys and values the shelf stores; None: those of its rows alone."""
+
         self._last = seen
         self._hidden = torch.arange(shelf.capacity, device=device) > seen[:, None, None]
         self._windows: dict[int, _Window] = {}
@@ -285,8 +289,11 @@ class _ShelfPart:
         """
         width = query.shape[2]
         keys, values = self._layers[layer]
-        keys.view(-1, width).index_copy_(0, self._targets, key[self._written].reshape(-1, width))
-        values.view(-1, width).index_copy_(0, self._targets, value[self._written].reshape(-1, width))
+        for kept, computed in ((keys, key), (values, value)):
+            written = (
+                computed[self._own] if self._written is None else computed.index_select(0, self._written)
+            )
+            kept.view(-1, width).index_copy_(0, self._targets, written.reshape(-1, width))
         own = query[self._own]
         hidden = self._hidden
         if rule.window is not None and rule.window < keys.shape[1]:

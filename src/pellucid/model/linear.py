@@ -2,10 +2,11 @@
 
 torch leaves such products to MKL, which uses half of what these CPUs can do; oneDNN uses all of it, and reads
 weights as they are stored. But it prepares a product for its number of rows, which takes longer than the
-product itself in a small model. So where a gradient is wanted, rows of zeros, which change nothing, make
-numbers of tokens alike:
+product itself in a small model (fifteen times as long for 64 tokens by a weight of 128 × 384). So rows of
+zeros, which change nothing, make numbers of tokens alike:
 
     tokens 645 … 704, of whichever micro batch     704 rows
+    sequences 65 … 80, of a step of the engine      80 rows
 """
 
 from functools import cache, partial
@@ -19,14 +20,17 @@ from torch.nn import functional
 CPU = Path("/proc/cpuinfo")
 """File in which Linux describes the CPU; other systems have none."""
 
-_LEAST = 1 << 21
-"""Multiplications from which on oneDNN is faster: 64 tokens by a weight of 128 × 256."""
+_LEAST = 1 << 20
+"""Multiplications from which on oneDNN is faster: 64 tokens by a weight of 128 × 128."""
 
 _LEAST_TRAINED = 1 << 23
 """The same where a gradient is wanted, and shapes are many: 512 tokens by a weight of 128 × 128."""
 
-_ROWS = 64
-"""Numbers of rows are multiples of it where a gradient is wanted."""
+_ROWS = 16
+"""Numbers of rows are multiples of it."""
+
+_ROWS_TRAINED = 64
+"""The same where a gradient is wanted: a micro batch has many tokens, and seldom as many as another."""
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,9 +40,11 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     is_wide = states.dtype == weight.dtype == torch.float32 and weight.device.type == "cpu"
     if not (is_large and is_wide and is_onednn_faster()):
         return functional.linear(states, weight, bias)
-    if not is_trained:
-        return _times(states, weight, bias)
-    product: Tensor = _Product.apply(states.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
+    rows = states.flatten(0, -2)
+    if is_trained:
+        product: Tensor = _Product.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    else:
+        product = _product(rows, weight, bias, _ROWS)
     return product.view(*states.shape[:-1], len(weight))
 
 
@@ -67,8 +73,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # Cut off without a view: a model may change what it gets in place.
-        return _times(_padded(x), weight, bias).resize_(len(x), len(weight))
+        return _product(x, weight, bias, _ROWS_TRAINED)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -81,8 +86,14 @@ class _Product(torch.autograd.Function):
         )
 
 
-def _padded(rows: Tensor) -> Tensor:
-    num_missing = -len(rows) % _ROWS
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, multiple: int) -> Tensor:
+    """Computes x Wᵀ + b of rows x; those of padding are cut off without a view, since a model may change
+    what it gets in place."""
+    return _times(_padded(x, multiple), weight, bias).resize_(len(x), len(weight))
+
+
+def _padded(rows: Tensor, multiple: int = _ROWS_TRAINED) -> Tensor:
+    num_missing = -len(rows) % multiple
     return functional.pad(rows, (0, 0, 0, num_missing)) if num_missing else rows
 
 

@@ -1,30 +1,19 @@
-"""The policy: an HF causal language model whose attention follows a plan, for trainer and engine alike.
-
-The engine needs no gradient. It computes Llama-like models by the lean forward below, in about half the
-operations that HF's modules take:
-
-    x -> x + attention(norm(x)) -> x + swiglu(norm(x))      per layer
-
-With one token per sequence, a small model spends more time between its operations than in them. The lean
-forward shares the parameters of the HF model: weights that are loaded in place hold for the next call. Its
-results differ from HF's by rounding alone. Models of any other kind go through HF.
-"""
+"""The policy: an HF causal language model whose attention follows a plan, for trainer and engine alike."""
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.data.images import ImageShape
 from pellucid.errors import ModelError
-from pellucid.model.attention import AttentionPlan, Rule, SharedAttention, register_uncompiled
+from pellucid.model.attention import AttentionPlan, SharedAttention, register_uncompiled
 from pellucid.model.balance import ExpertBalance, count_experts, predicting
 from pellucid.model.head import TokenOutput, capped, predict
 from pellucid.model.images import ImageInputs, embed
@@ -430,127 +419,3 @@ class Policy(nn.Module):
         with self.balance.counting(self.device) as logits:
             self(token_ids, positions, temperatures, layout, routed_experts, expert_weights)
         return self.balance.count(self._by_token(logits, layout), weights)
-
-
-class HiddenStates(Protocol):
-    """Computes the last hidden states of one row of tokens, without gradient."""
-
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
-    ) -> Tensor:
-        """`embeddings` take the place of those of the ids."""
-
-
-_LEAN = ("LlamaModel", "Qwen2Model", "Qwen3Model")
-
-
-def lean_forward(policy: Policy) -> HiddenStates:
-    """Returns the lean forward if the model is of a known kind, else HF's."""
-    return _LeanModel(policy.decoder, policy.windows) if _is_known(policy) else hf_forward(policy)
-
-
-def hf_forward(policy: Policy) -> HiddenStates:
-    def through_hf(
-        token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
-    ) -> Tensor:
-        with torch.inference_mode():
-            return policy.hidden(token_ids[None], positions[None], plan, embeddings)[0]
-
-    return through_hf
-
-
-def _is_known(policy: Policy) -> bool:
-    """Returns whether the decoder is exactly one of the known classes, with none of its parts replaced."""
-    decoder = policy.decoder
-    return (
-        type(decoder).__name__ in _LEAN
-        and all(type(each).__module__.startswith("transformers.models.") for each in (policy.hf, decoder))
-        and decoder.config.hidden_act == "silu"
-        and all(_is_plain(layer) for layer in decoder.layers)
-    )
-
-
-def _is_plain(layer: Any) -> bool:
-    projections = [
-        part
-        for name, part in (*layer.self_attn.named_children(), *layer.mlp.named_children())
-        if "_proj" in name
-    ]
-    return all(type(projection) is nn.Linear for projection in projections)
-
-
-class _LeanModel:
-    def __init__(self, model: Any, windows: Mapping[int, int]) -> None:
-        self._embedding = model.embed_tokens.weight
-        self._rotary = model.rotary_emb
-        self._layers = [_LeanLayer(layer, windows.get(layer.self_attn.layer_idx)) for layer in model.layers]
-        self._norm = _Norm(model.norm)
-
-    @torch.inference_mode()
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, embeddings: Tensor | None = None
-    ) -> Tensor:
-        states = embedding(token_ids, self._embedding) if embeddings is None else embeddings
-        cos, sin = (angle[0, :, None] for angle in self._rotary(states, positions[None]))
-        sin = sin.clone()
-        sin[..., : sin.shape[-1] // 2].neg_()
-        for layer in self._layers:
-            states = layer(states, cos, sin, plan)
-        return self._norm(states)
-
-
-class _LeanLayer:
-    def __init__(self, layer: Any, window: int | None) -> None:
-        self._rule = Rule(window)
-        attention, mlp = layer.self_attn, layer.mlp
-        self._index = attention.layer_idx
-        self._scale = attention.scaling
-        self._width = attention.head_dim
-        self._before_attention = _Norm(layer.input_layernorm)
-        self._query, self._key = attention.q_proj.forward, attention.k_proj.forward
-        self._value, self._output = attention.v_proj.forward, attention.o_proj.forward
-        is_normed = hasattr(attention, "q_norm")
-        self._query_norm = _Norm(attention.q_norm) if is_normed else _identity
-        self._key_norm = _Norm(attention.k_norm) if is_normed else _identity
-        self._before_mlp = _Norm(layer.post_attention_layernorm)
-        self._gate, self._up, self._down = (
-            projection.forward for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        )
-
-    def __call__(self, states: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
-        by_head = (len(states), -1, self._width)
-        normed = self._before_attention(states)
-        query = _rotate(self._query_norm(self._query(normed).view(by_head)), cos, sin)
-        key = _rotate(self._key_norm(self._key(normed).view(by_head)), cos, sin)
-        value = self._value(normed).view(by_head)
-        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        attended = plan.attend(self._index, query, key, value, self._scale, self._rule)[0].transpose(0, 1)
-        states = states + self._output(attended.reshape(len(states), -1))
-        normed = self._before_mlp(states)
-        gated = silu(self._gate(normed)).mul_(self._up(normed))
-        mixed: Tensor = states + self._down(gated)
-        return mixed
-
-
-class _Norm:
-    """Root mean square over the last dimension, in float32 like HF's."""
-
-    def __init__(self, norm: Any) -> None:
-        self._weight = norm.weight
-        self._epsilon = norm.variance_epsilon
-        self._shape = norm.weight.shape
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return rms_norm(states.float(), self._shape, eps=self._epsilon).to(states.dtype).mul_(self._weight)
-
-
-def _identity(states: Tensor) -> Tensor:
-    return states
-
-
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions; the two halves of a head are the coordinates of its planes.
-
-    The first half of `sin` is negative: x cos − y sin, y cos + x sin.
-    """
-    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)
