@@ -32,8 +32,9 @@ from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import Orchestrator, Score, SingleTurnEnvironment
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.scheduler import Rules, Scheduler, Source
-from pellucid.orchestrator.tasks import infrequent_gc, loop_factory
+from pellucid.orchestrator.tasks import loop_factory
 from pellucid.orchestrator.verdict import Judge
+from pellucid.workers import infrequent_gc
 
 NUM_INFLIGHT = 10_000
 NUM_TOKENS = 500

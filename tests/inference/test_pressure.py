@@ -126,13 +126,13 @@ def test_an_answer_takes_room_until_it_is_read(tiny_model, tmp_path) -> None:
     async def run():
         async with aclosing(thread.generate(asked, tokens=True)) as slow:
             async with aclosing(thread.generate(asked, tokens=True)) as slower:
-                await anext(slow)
+                num_read = len(await anext(slow))
                 await anext(slower)
                 while not engine.is_idle:
                     await asyncio.sleep(0.001)
                 with pytest.raises(QueueFullError, match="1 more requests do not fit: 2 of 2 are open"):
                     await anext(thread.generate(asked))
-            num_read = sum([len(events) async for events in slow])
+            num_read += sum([len(events) async for events in slow])
             return num_read, [event async for events in thread.generate(asked) for event in events]
 
     thread.start()
@@ -140,7 +140,7 @@ def test_an_answer_takes_room_until_it_is_read(tiny_model, tmp_path) -> None:
         num_read, third = asyncio.run(run())
     finally:
         thread.stop()
-    assert num_read == 4  # three more tokens, and the end
+    assert num_read == 5  # four tokens, and the end
     assert [len(completion.token_ids) for _, completion in third] == [4]
 
 

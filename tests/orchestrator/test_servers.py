@@ -1,5 +1,6 @@
 import asyncio
 import logging
+import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -73,6 +74,32 @@ def test_the_newest_version_is_served_once(tmp_path: Path) -> None:
     client = Picky()
     assert follow(tmp_path, client, until=3) == [3]
     assert client.updates == [(3, tmp_path / "step_3")]
+
+
+def test_a_version_is_found_though_the_folder_tells_no_time_of_change(tmp_path: Path) -> None:
+    client = Picky()
+
+    async def run() -> None:
+        done = asyncio.Event()
+
+        def publish_timeless(version: int) -> None:
+            publish(tmp_path, version)
+            os.utime(tmp_path, ns=(0, 0))
+
+        async def announce(version: int) -> None:
+            if version == 3:
+                done.set()
+            else:  # while it polls
+                asyncio.get_running_loop().call_later(3 * servers._POLL_S, publish_timeless, version + 1)
+
+        publish_timeless(1)
+        following = asyncio.create_task(follow_weights(tmp_path, client, announce, lambda version: False))
+        async with asyncio.timeout(120):
+            await done.wait()
+        following.cancel()
+
+    asyncio.run(run())
+    assert client.updates == [(version, tmp_path / f"step_{version}") for version in (1, 2, 3)]
 
 
 def test_a_refused_version_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ Bits start with the lowest of each byte.
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import msgspec
@@ -77,9 +77,12 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def of_runs(cls, runs: Sequence[tuple[int, int]], dtype: type[np.integer[Any]]) -> "PackedArray":
         """Packs values that are given as (value, count)."""
-        if len(runs) == 1 and runs[0][1] > 1 and _is_int32(runs[0][0]):
-            [(value, count)] = runs
-            return cls(struct.pack("<ii", value, count), (count,), _RUNS + _NAMES[np.dtype(dtype)])
+        size = sum(count for _, count in runs)
+        is_short = 0 < PAIR_BYTES * len(runs) <= np.dtype(dtype).itemsize * size
+        is_joined = all(before[0] != after[0] for before, after in pairwise(runs))
+        if is_short and is_joined and all(count > 0 and _is_int32(value) for value, count in runs):
+            pairs = struct.pack(f"<{2 * len(runs)}i", *chain.from_iterable(runs))
+            return cls(pairs, (size,), _RUNS + _NAMES[np.dtype(dtype)])
         values, counts = np.array(runs, np.int64).reshape(-1, 2).T
         return cls.pack(np.repeat(values.astype(dtype), counts), Encoding.RUNS)
 

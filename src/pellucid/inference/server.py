@@ -89,7 +89,7 @@ from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
 from pellucid.transport.weights_pull import OfferClient, WeightsPuller, open_offer_client
-from pellucid.workers import DaemonThreads, keep_freed_memory, num_cores
+from pellucid.workers import DaemonThreads, infrequent_gc, keep_freed_memory, num_cores
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -405,7 +405,7 @@ def run_inference(config: InferenceRunConfig) -> None:
         restart_with_threads(num_threads)
     keep_freed_memory()
     torch.set_num_threads(num_threads)
-    with bind(settings.host, settings.port) as listener:
+    with bind(settings.host, settings.port) as listener, infrequent_gc():
         _serve(config, listener)
 
 

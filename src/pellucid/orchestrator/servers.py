@@ -8,6 +8,7 @@
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _MAX_IDENTITY_BYTES = 4096
 _POLL_S = 0.01
+_POLLS_PER_LISTING = 20
+"""Polls after which a folder is listed even if its time of change is the same: not every disk tells."""
 _POLL_OFFER_S = 0.1
 LAST_WORD_S = 60.0
 """Seconds for which a trainer that does not answer is told that the run needs no more weights."""
@@ -210,8 +213,12 @@ async def follow_weights(
     Raises InferenceError after a few refusals in a row, and at once when no server can be reached.
     """
     served = num_failures = 0
-    while True:
-        version = next_version(stable_steps(weights), served, is_due)
+    listed: int | None = None
+    for poll in itertools.count():
+        changed, version = _changed_at(weights), None
+        if changed != listed or poll % _POLLS_PER_LISTING == 0:
+            version = next_version(stable_steps(weights), served, is_due)
+        listed = changed if version is None else None
         if version is not None:
             try:
                 with timed("update", version):
@@ -231,6 +238,13 @@ async def follow_weights(
                 served, num_failures = version, 0
                 await on_update(version)
         await asyncio.sleep(_POLL_S)
+
+
+def _changed_at(folder: Path) -> int:
+    """Returns when something was last added or removed, in ns; 0 if there is no such folder."""
+    with suppress(OSError):
+        return folder.stat().st_mtime_ns
+    return 0
 
 
 def next_version(published: Sequence[int], served: int, is_due: Callable[[int], bool]) -> int | None:

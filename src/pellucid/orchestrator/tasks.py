@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -18,17 +17,13 @@ from signal import Signals
 from typing import Any, TypeVar
 
 from pellucid.data.spans import SpanLog
-from pellucid.workers import DaemonThreads
+from pellucid.workers import DaemonThreads, infrequent_gc
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 1.0  # for work that tidies up when it is cancelled
 _FLEETING_S = 0.005
-
-_THRESHOLDS = (2_000, 2_000, 10)
-"""Thresholds of the garbage collector: it looks at new objects after every 2,000, in a few milliseconds, and
-at those that survived only after every 4 million."""
 
 Main = Callable[[], Coroutine[Any, Any, None]]
 
@@ -271,23 +266,6 @@ async def _cancelled_by_signals(
         await main()
     finally:
         await finish_despite_cancellation(cancel_others())
-
-
-@contextmanager
-def infrequent_gc() -> Iterator[None]:
-    """Context manager: the garbage collector rarely scans old objects, and never those made before.
-
-    Old objects are the rollouts in flight: with Python's defaults, scanning 10,000 of them stops the event
-    loop for half a second, every other second.
-    """
-    usual = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
-        gc.unfreeze()
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
